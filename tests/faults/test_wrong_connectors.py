@@ -13,7 +13,7 @@ from tests.helpers.case_runner import CellRun
 from tests.helpers.wrong import Wrong
 
 SHORT = 0.2  # of deadlines, where one of them has to be waited for
-LLAMA, GPT = "llama3_1_8b", "gpt_oss_20b"
+LLAMA, GPT, KIMI = "llama3_1_8b", "gpt_oss_20b", "kimi_linear_48b"
 
 
 def in_transfers(transfers: str, case: str, says: str) -> dict[str, str]:
@@ -27,6 +27,7 @@ STOPPED = {
     "next_transfer_is_right",
 }
 OVERWRITTEN = "were read, but after they had been freed and overwritten"
+NO_STATE = "reported as if it had been made: no byte of convolution Q .* was written"
 WRONG = [
     Wrong(
         "ForgetsFailure",
@@ -143,6 +144,22 @@ WRONG = [
         | in_transfers("P1D1.b16", "load_ends_with_its_last_transfer", "as soon as its transfers have begun"),
         variants="slow",
     ),
+    # recurrent states, in transfers of their own
+    Wrong(
+        "ForgetsSlowState",
+        in_transfers("P1D1.mla64", "load_ends_with_its_last_transfer", "as soon as one of its transfers has")
+        | in_transfers("later", "each_transfer_may_fail", NO_STATE),
+        variants="later",
+        family=KIMI,
+        setup="mla64",
+    ),
+    Wrong(
+        "ForgetsFailedState",
+        in_transfers("later", "each_transfer_may_fail", NO_STATE),
+        variants="later",
+        family=KIMI,
+        setup="mla64",
+    ),
     # a transport of its own, and a fault hook
     Wrong(
         "TcpForgetsFailure",
@@ -229,6 +246,28 @@ def test_a_right_connector_passes_every_case(
         short(result.id): result.outcome.value for result in run.results if result.outcome.value != "PASS"
     } == {}
     assert all(result.evidence and result.evidence.looked_at for result in run.results)
+
+
+RIGHT = "tests.right_connectors"
+
+
+@pytest.mark.parametrize(
+    ("connector", "declared"),
+    [
+        ("StatesApart", {}),
+        ("Right", {}),
+        (f"{RIGHT}.designs:LayerWise", {}),
+        (f"{RIGHT}.amount:Threshold", {"min_load": 40}),
+    ],
+)
+def test_a_right_connector_passes_where_each_transfer_of_a_state_is_slow_or_fails(
+    run_cases: Callable[..., CellRun], connector: str, declared: dict[str, int]
+) -> None:
+    run = run_cases(connector, KIMI, setup="mla64", matrix="quick", declared=declared)
+    passed = dict.fromkeys(("load_ends_with_its_last_transfer", "each_transfer_may_fail[later]"), "PASS")
+    assert run.outcomes == passed, run.reasons
+    begun = {evidence.looked_at for evidence in run.evidence.values()}
+    assert begun == {1} if connector == "Right" else min(begun) > 1
 
 
 def test_a_right_connector_with_a_fault_hook_passes_every_case(run_cases: Callable[..., CellRun]) -> None:

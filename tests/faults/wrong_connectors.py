@@ -1,6 +1,6 @@
 """Connectors that do one thing wrong when the transport does.
 
-Without faults all of them are vLLM's NixlConnector; those of without_nixl.py are not.
+Without faults all of them are vLLM's NixlConnector; those of states.py and without_nixl.py are not.
 
 Engines import this module under its full name; nothing here is imported by the tests themselves.
 """
@@ -12,6 +12,7 @@ from typing import Any
 from tests.engine.wrong_connectors import Right as Upstream
 from tests.right_connectors.sockets import TcpPull
 
+from .states import ForgetsFailedState, ForgetsSlowState, StatesApart
 from .without_nixl import (
     TcpEndsWithTheFirst,
     TcpForgetsFailure,
@@ -21,6 +22,9 @@ from .without_nixl import (
 )
 
 __all__ = [
+    "ForgetsFailedState",
+    "ForgetsSlowState",
+    "StatesApart",
     "TcpEndsWithTheFirst",
     "TcpForgetsFailure",
     "TcpHidesFailure",

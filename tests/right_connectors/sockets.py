@@ -9,6 +9,7 @@ import socket
 import socketserver
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -134,9 +135,13 @@ class TcpPull(FaultHook, KVConnectorBase_V1, SupportsHMA):
         self.delayed: list[tuple[int, Any]] = []  # steps that a transfer waits, the transfer
         self.failures: set[int] = set()
         self.server = _serve(self) if serves else None
-        if not serves:
-            for _ in range(4):
-                threading.Thread(target=self.work, name="tcp-pull", daemon=True).start()
+        self.connected, self.closing = set[socket.socket](), False
+        self.threads = [
+            threading.Thread(target=self.work, name="tcp-pull", daemon=True)
+            for _ in range(0 if serves else 4)
+        ]
+        for thread in self.threads:
+            thread.start()
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self.caches = list(kv_caches.values())
@@ -168,7 +173,7 @@ class TcpPull(FaultHook, KVConnectorBase_V1, SupportsHMA):
                 self.jobs.put(job)
 
     def work(self) -> None:
-        while (job := self.jobs.get()) is not None:
+        while (job := self.jobs.get()) is not None and not self.closing:
             job()
 
     def fetch(self, load: Load, layers: range) -> bool:
@@ -183,7 +188,7 @@ class TcpPull(FaultHook, KVConnectorBase_V1, SupportsHMA):
 
         Raises OSError or EOFError if the connection ends.
         """
-        with connect(load.params) as peer:
+        with connect(load.params) as peer, self.until_closed(peer):
             ask(peer, request=load.params["remote_request_id"], blocks=load.remote, layers=list(layers))
             for layer in layers:
                 cache = self.caches[layer]
@@ -192,6 +197,17 @@ class TcpPull(FaultHook, KVConnectorBase_V1, SupportsHMA):
                 found = torch.frombuffer(bytearray(data), dtype=torch.uint8)
                 cache[load.blocks] = found.view(cache.dtype).reshape(rows.shape)
             return receive(peer, len(GONE)) != GONE
+
+    @contextlib.contextmanager
+    def until_closed(self, peer: socket.socket) -> Iterator[None]:
+        """Let `shutdown` end this connection. Raises EOFError if it was called before."""
+        self.connected.add(peer)
+        try:
+            if self.closing:
+                raise EOFError
+            yield
+        finally:
+            self.connected.discard(peer)
 
     def tell(self, params: dict[str, Any]) -> None:
         """Tell P that nobody reads these blocks any more. If P does not hear it, its lease ends."""
@@ -268,8 +284,14 @@ class TcpPull(FaultHook, KVConnectorBase_V1, SupportsHMA):
             self.server.shutdown()
             self.server.server_close()
         elif self.role is KVConnectorRole.WORKER:
-            for _ in range(4):
+            self.closing = True
+            for peer in list(self.connected):
+                with contextlib.suppress(OSError):  # it has just ended
+                    peer.shutdown(socket.SHUT_RDWR)
+            for _ in self.threads:
                 self.jobs.put(None)
+            for thread in self.threads:
+                thread.join()  # none of them writes any more
 
 
 def connect(params: dict[str, Any]) -> socket.socket:

@@ -29,9 +29,12 @@ from pytest_kvconform.rigs.processes.cores import own_core_wait
 # heartbeats prolong it by a third less, and a busy machine may keep an engine from stepping for a second
 LEASE_S = 3
 LOAD_S = 1.0  # that a load may take, where the connector declares `load_timeout`
-OVER_TCP = ("P12", "D12")  # engines of `sleeping_peer`
+# Engines of `sleeping_peer` and of `shutdown_during_load`. Only loads of the first two have a time limit.
+OVER_TCP = ("P12", "D12", "P13", "D13")
+LIMITED = OVER_TCP[:2]
 # as users set it, here for one side
 ROPE = {"hf_overrides": {"rope_parameters": {"rope_type": "default", "rope_theta": 4e4}}}
+MORE_BLOCKS = 13  # of a P whose pool is larger than that of the others
 LONGER = 2  # leases are so many times as long after a run on a machine that was too slow
 BUSY = 0.2  # part of the time for which this process waits for a core, on a machine that is busy
 # Requests that may find P's lease at its end, or wait longer for a P that does not answer.
@@ -78,12 +81,15 @@ def hides_delay(bad: DecodeResult, other: DecodeResult, noticeable_s: float) -> 
 
 
 def _another(spec: ByteEngineSpec, what: str) -> ByteEngineSpec:
-    """The engine with another model, dtype or rotary embedding (`what`), whose KV has the same size."""
+    """The engine with another model, dtype or rotary embedding (`what`), whose KV has the same size, or with
+    another pool.
+    """
     changes: dict[str, dict[str, Any]] = {
         "": {},
         "model": {"model": f"another-{spec.geometry}"},
         "dtype": {"dtype": "float16"},
         "rope": {"engine_arguments": spec.engine_arguments | ROPE},
+        "pool": {"num_blocks": spec.num_blocks + MORE_BLOCKS},
     }
     return msgspec.structs.replace(spec, **changes[what])
 
@@ -158,10 +164,10 @@ class PeerBench:
         """How the engine of this name is built: "D-rope" as D, with another rotary embedding.
 
         NIXL of the engines `OVER_TCP` reads with P's help, so that a P that is stopped holds reads up. Over
-        shared memory NIXL copies what a stopped process has. Their loads may take `LOAD_S`.
+        shared memory NIXL copies what a stopped process has. Loads of the `LIMITED` may take `LOAD_S`.
         """
         longest, over_tcp = AT_ONCE * prompt_length(self.context), name in OVER_TCP
-        load_s = self.scaled_seconds(LOAD_S) if over_tcp else 0.0
+        load_s = self.scaled_seconds(LOAD_S) if name in LIMITED else 0.0
         lease_s = self._asked_lease_s
         spec = byte_engine_spec(self.context, cell, name[0], longest, lease_s=lease_s, load_s=load_s)
         spec = _another(spec, name.partition("-")[2])

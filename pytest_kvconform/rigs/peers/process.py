@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from pytest_kvconform.rigs.bytes.messages import ByteEngineSpec
+from pytest_kvconform.rigs.engine import ends
 from pytest_kvconform.rigs.engine import process as engine_process
 from pytest_kvconform.rigs.engine.messages import Request, Step, Trace
 from pytest_kvconform.rigs.peers import rank_faults, worker_recorder
@@ -130,6 +131,20 @@ class PeerEngineProcess(FaultyEngineProcess):
     def start_held_transfers(self) -> None:
         """Start the transfers that were held (`set_faults`)."""
         self._workers(rank_faults.start_held_transfers)
+
+    def shutdown_during_loads(self) -> str:
+        """Shut down as vLLM does, whatever is under way, and keep what the pools hold when that is done.
+
+        Returns what was raised, or "".
+        """
+        self.is_shut_down = True
+        error, _ = ends.end_core(self)
+        self._workers(worker_recorder.keep_bytes)
+        return error
+
+    def written_since_shutdown(self) -> int:
+        """Return how many bytes of all pools have changed since `shutdown_during_loads`."""
+        return sum(self._workers(worker_recorder.bytes_changed))
 
     def _watch_steps(self) -> None:
         super()._watch_steps()

@@ -6,6 +6,7 @@ They run one after the other on one P and one D.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from msgspec.structs import replace
 
@@ -17,7 +18,7 @@ from pytest_kvconform.rigs.peers.scenario_engines import (
     ScenarioEngines,
     ScenarioObservation,
 )
-from pytest_kvconform.rigs.peers.stepping import BLOCK, SteppedEngine, Steps, pause, until
+from pytest_kvconform.rigs.peers.stepping import BLOCK, PeerScenario, SteppedEngine, Steps, pause, until
 from pytest_kvconform.rigs.scenario import STATUS, Faults
 
 RANKS = ("P9", "D9")  # the engines
@@ -208,3 +209,22 @@ def failed_load(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) ->
     decodes = {"failed": (yield from engines.finish_decode(d, *held))}
     decodes["last"] = yield from engines.decode(d, (yield from engines.prefill(p)))
     return ScenarioObservation(decodes, {"failed": prefill})
+
+
+def _in_turn(*scenarios: Callable[..., Steps]) -> dict[str, PeerScenario]:
+    """Scenarios about ranks, by name. They have engines of their own and run one after the other: a fault
+    holds for all requests of an engine.
+    """
+    found: dict[str, PeerScenario] = {}
+    for steps in scenarios:
+        found[steps.__name__] = PeerScenario(steps, RANKS, after=next(reversed(found), ""))
+    return found
+
+
+_WHOLE = (hand_overs, load_on_idle_engine, aborted_before_load, nothing_to_load, aborted_during_load)
+SCENARIOS: dict[str, dict[str, PeerScenario]] = {
+    "P1D1": _in_turn(*_WHOLE, aborted_at_end_of_load, failed_load),
+    "P1D2": _in_turn(
+        *_WHOLE, aborted_after_one_rank, aborted_at_end_of_load, failed_load, worker_fails_at_end_of_load
+    ),
+}

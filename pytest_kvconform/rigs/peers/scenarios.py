@@ -6,7 +6,6 @@ import itertools
 import math
 import os
 import time
-from collections.abc import Callable
 from dataclasses import replace
 
 from pytest_kvconform.rigs.peers.hostile_clients import (
@@ -19,20 +18,9 @@ from pytest_kvconform.rigs.peers.hostile_clients import (
     speaks_zeromq,
     with_port_replaced,
 )
-from pytest_kvconform.rigs.peers.rank_scenarios import (
-    RANKS,
-    aborted_after_one_rank,
-    aborted_at_end_of_load,
-    aborted_before_load,
-    aborted_during_load,
-    failed_load,
-    hand_overs,
-    load_on_idle_engine,
-    nothing_to_load,
-    worker_fails_at_end_of_load,
-)
+from pytest_kvconform.rigs.peers.rank_scenarios import SCENARIOS as OF_RANKS
 from pytest_kvconform.rigs.peers.scenario_engines import HELD, KEEPS, ScenarioEngines, ScenarioObservation
-from pytest_kvconform.rigs.peers.sleeping_peer import sleeping_peer
+from pytest_kvconform.rigs.peers.sleeping_peer import shutdown_during_load, sleeping_peer
 from pytest_kvconform.rigs.peers.stepping import PeerScenario, SteppedEngine, Steps, pause, until
 from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.processes.ports import free_port
@@ -48,6 +36,7 @@ DELIVERY_S = 0.2  # in which messages arrive
 SLOW = 0.5  # part of the time of a request for which engines wait for a core, on a machine that is too slow
 LEASES_WAITED = 1.3  # leases that a request waits
 OTHERS = ("model", "dtype", "rope")  # in which a D differs for which P's KV is of no use
+TURNS = ("first", "second")  # of two P's from which a D loads
 NO_PORT = "its kv_transfer_params name no port on which P listens"
 
 
@@ -165,6 +154,20 @@ def another_model(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) 
         yield from other.call("usage")  # it is up: P's lease is short
         decodes[what] = yield from engines.decode(other, (yield from engines.prefill(p)))
     return ScenarioObservation(decodes)
+
+
+def two_peers(engines: ScenarioEngines, p: SteppedEngine, other: SteppedEngine, d: SteppedEngine) -> Steps:
+    """D loads from two P's in turn, from each of them twice, and then from both at once.
+
+    The pool of the second P is larger: its KV lies at other addresses.
+    """
+    decodes = {}
+    for turn in TURNS:
+        for name, peer in (("one", p), ("other", other)):
+            decodes[f"{turn}_{name}"] = yield from engines.decode(d, (yield from engines.prefill(peer)))
+    one, two = (yield from engines.prefill(p)), (yield from engines.prefill(other))
+    at_once = yield from engines.decode_all(d, {"both_one": (one, None), "both_other": (two, None)})
+    return ScenarioObservation({**decodes, **at_once})
 
 
 # ---- leases ------------------------------------------------------------------------------------------------
@@ -311,17 +314,6 @@ def garbage_messages(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngin
     return found
 
 
-def _in_turn(*scenarios: Callable[..., Steps]) -> dict[str, PeerScenario]:
-    """Scenarios about ranks, by name. They have engines of their own and run one after the other: a fault
-    holds for all requests of an engine.
-    """
-    found: dict[str, PeerScenario] = {}
-    for steps in scenarios:
-        found[steps.__name__] = PeerScenario(steps, RANKS, after=next(reversed(found), ""))
-    return found
-
-
-_WHOLE = (hand_overs, load_on_idle_engine, aborted_before_load, nothing_to_load, aborted_during_load)
 # Engines are started in this order. Where possible, an engine that a connector may kill in one scenario is
 # not used in another. Where P writes, what is held is held on P, so that scenarios which hold transfers have
 # a P whose other transfers do not begin meanwhile.
@@ -340,11 +332,13 @@ SCENARIOS: dict[str, dict[str, PeerScenario]] = {
         "stopped_peer": PeerScenario(stopped_peer, ("P2", "D2")),
         "sleeping_peer": PeerScenario(sleeping_peer, ("P12", "D12"), starts_early=True),
         "restarted_peer": PeerScenario(restarted_peer, ("P2", "D2", "D7"), after="stopped_peer"),
-        **_in_turn(*_WHOLE, aborted_at_end_of_load, failed_load),
+        **OF_RANKS["P1D1"],
     },
-    "P1D2": _in_turn(
-        *_WHOLE, aborted_after_one_rank, aborted_at_end_of_load, failed_load, worker_fails_at_end_of_load
-    ),
+    "P1D2": OF_RANKS["P1D2"],
 }
 # Scenarios that run when a case asks for them, without the others.
-APART: dict[str, PeerScenario] = {"another_model": PeerScenario(another_model, ("P", "D"))}
+APART: dict[str, PeerScenario] = {
+    "another_model": PeerScenario(another_model, ("P", "D")),
+    "shutdown_during_load": PeerScenario(shutdown_during_load, ("P13", "D13"), starts_early=True),
+    "two_peers": PeerScenario(two_peers, ("P", "P-pool", "D")),
+}

@@ -1,4 +1,5 @@
-"""A P whose process stands still while D loads, on the real transport, and goes on when D has given up.
+"""A P whose process stands still while D loads, on the real transport, and goes on when D has given up, or
+has shut down.
 
 A transport that cannot cancel a read writes when P goes on. Over TCP NIXL is such a transport:
 `release_xfer_handle` of a read in progress succeeds, and UCX goes on writing.
@@ -20,6 +21,7 @@ from pytest_kvconform.rigs.peers.stepping import SteppedEngine, Steps, pause, un
 LIMIT, ABORT = "time_limit", "abort"  # why D no longer needs the load
 SLEEP_S = 2.5  # in which D may give up while P's process is stopped: longer than a load may take
 LOADING_S = 0.5  # before D aborts the request
+IN_STEP = "D stands in a step until P goes on, so that it cannot shut down during a load"
 LATE_S = 0.5  # in which D writes what is still to come
 
 
@@ -57,6 +59,36 @@ def sleeping_peer(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) 
     yield from d.call("reuse", False)
     decodes["after"] = yield from engines.decode(d, (yield from engines.prefill(p)))
     return ScenarioObservation(decodes, audits=audits, numbers=numbers)
+
+
+def shutdown_during_load(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) -> Steps:
+    """P's process is stopped during a load of D, and D shuts down. Then P goes on.
+
+    `numbers`: whether the load was under way, whether the shutdown has returned and whether it has raised
+    something, and how many bytes of D's pool have changed since.
+    """
+    decodes = {"met": (yield from engines.decode(d, (yield from engines.prefill(p))))}
+    if loaded_within_step(decodes["met"].trace):
+        return ScenarioObservation(decodes, unsupported=WITHIN_STEP)
+    prefill, seconds = (yield from engines.prefill(p)), engines.bench.scaled_seconds
+    yield from p.stop_process()
+    request = yield from engines.add_decode(d, prefill)
+    yield from pause(seconds(LOADING_S))
+    d.paused = True
+    if not (yield from until(lambda: not (d.pending or d.queued), d.deadline(seconds(SLEEP_S)))):
+        p.resume()
+        d.resume()
+        return ScenarioObservation(decodes, unsupported=IN_STEP)
+    numbers = {"loading": float(request.id not in d.outputs), "written": 0.0, "raised": 0.0}
+    ending = d.queue("shutdown_during_loads")
+    numbers["returned"] = yield from until(lambda: ending.done, d.deadline(engines.limits.request))
+    p.resume()
+    if numbers["returned"]:
+        yield from pause(seconds(LATE_S))
+        numbers["raised"] = float(bool(ending.answer))
+        numbers["written"] = float((yield from d.call("written_since_shutdown")))
+    d.end()
+    return ScenarioObservation(decodes, numbers=numbers)
 
 
 def _is_gone(engine: SteppedEngine, request_id: str, seconds: float) -> Steps:

@@ -108,3 +108,15 @@ def install(worker: Any) -> None:
 def observation(worker: Any) -> RankObservation:
     """What this rank has recorded."""
     return _recorders[-1].observation()
+
+
+def keep_bytes(worker: Any) -> None:
+    """Keep what this rank's pool holds now."""
+    worker.memory.fetch()
+    worker.kept = worker.memory.storage.copy()
+
+
+def bytes_changed(worker: Any) -> int:
+    """Return how many bytes of this rank's pool have changed since `keep_bytes`."""
+    worker.memory.fetch()
+    return int(np.count_nonzero(worker.kept != worker.memory.storage))

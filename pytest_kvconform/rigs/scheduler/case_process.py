@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import gc
 import importlib
+import inspect
 import os
 import signal
 import sys
@@ -62,8 +63,8 @@ def serve_one_case(host: Host, connection: Connection) -> NoReturn:
 
 def _call(rig: Rig, module: str, function: str, variant: Any) -> object:
     try:
-        case = getattr(importlib.import_module(module), function).__wrapped__
-        return case(rig, variant)
+        body = inspect.unwrap(getattr(importlib.import_module(module), function))
+        return body(rig, variant)
     except (HookRaised, SchedulerStopped) as raised:
         traceback.print_exc()  # to the log
         if isinstance(raised, HookRaised) and (lacks := _what_is_missing(rig.subject, raised)):

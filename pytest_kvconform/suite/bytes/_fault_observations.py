@@ -19,6 +19,7 @@ from pytest_kvconform.suite.bytes._observations import finding, moved, wrong_wor
 from pytest_kvconform.suite.bytes._stores import is_store
 
 Found = TypeVar("Found")
+BLOCK = 16  # tokens: prompts are for such blocks, also where a block is as large as a state
 NEEDS_FAULTS = "needs a connector that moves bytes with NIXL, or that has kvconform_fault (docs/authors.md)"
 
 
@@ -91,7 +92,7 @@ def _long_enough(
     every request of an observation. Returns also how many tokens were added.
     """
     if declared_amount(bench.subject):
-        by = declared_addition(bench.subject, block_size(bench.cell, "D"))
+        by = declared_addition(bench.subject, min(BLOCK, block_size(bench.cell, "D")))
         return observe_longer(by), by
     found = observe_longer(0)
     if loads(found):
@@ -148,10 +149,10 @@ def load_right(bench: Bench, found: FaultObservation, rule: str) -> Evidence:
 
 
 def check_reported_in_time(bench: Bench, found: FaultObservation) -> None:
-    """Raise Violation if a row is wrong since a load was reported as finished too early."""
+    """Raise Violation if a row or a state is wrong since a load was reported as finished too early."""
     for r in found.transfer.requests:
         for check in r.checks:
-            if wrong_words(check, "attention") and (early := _reported_early(found, r, check)):
+            if _is_wrong(check) and (early := _reported_early(found, r, check)):
                 wrong = finding(bench, found.transfer, r, check, "KV-FAIL-007")
                 happened, diagnosis = early
                 raise Violation(
@@ -191,11 +192,19 @@ def _reported_early(found: FaultObservation, r: Received, check: Check) -> tuple
     return None
 
 
+def _is_wrong(check: Check) -> bool:
+    """Whether a row or a state that was due is not right."""
+    return any(wrong_words(check, kind) for kind in ("attention", "state"))
+
+
 def bytes_right(bench: Bench, observed: TransferObservation, rule: str) -> Evidence:
-    """Return evidence of the requests for which D loaded KV. Raises Violation if a row is wrong."""
+    """Return evidence of the requests for which D loaded KV.
+
+    Raises Violation if a row or a state is wrong.
+    """
     for r in observed.requests:
         for check in r.checks:
-            if wrong_words(check, "attention"):
+            if _is_wrong(check):
                 raise Violation(finding(bench, observed, r, check, rule))
     due = sum(check.rows_due for r in observed.requests for check in r.checks)
     if not due:
@@ -224,7 +233,7 @@ def unnoticed(bench: Bench, transfer: Transfer, observed: TransferObservation) -
     cause = "a transfer that failed is reported as if it had been made"
     for r in observed.requests:
         for check in r.checks:
-            if wrong_words(check, "attention"):
+            if _is_wrong(check):
                 wrong = finding(bench, observed, r, check, "KV-FAIL-001")
                 return Finding(
                     rule=wrong.rule,

@@ -76,6 +76,16 @@ TRANSFERS: dict[tuple[str, str, str], tuple[Transfer, ...]] = {
 }
 
 
+# Cells of models with recurrent states, in which each transfer of a load is slow or fails in turn, and
+# nothing else goes wrong. A connector may read states in transfers of their own, which loads of the cells
+# above have not. The kv_load_failure_policy of each, and the matrices that it is in: states are megabytes a
+# layer.
+STATES: dict[tuple[str, str, str], tuple[str, tuple[str, ...]]] = {
+    ("kimi_linear_48b", "P1D1", "mla64"): ("fail", ("quick", "full")),
+    ("qwen3_5_35b_a3b", "P2D2", "b16"): ("fail", ("full",)),
+}
+
+
 # NIXL is not known to repeat a notification by itself, so a transfer that needs only
 # this fault is not in every run.
 NOT_QUICK = ("twice_slow_rank",)
@@ -84,6 +94,15 @@ NOT_QUICK = ("twice_slow_rank",)
 def all_transfers(cell: Cell, matrix: str) -> tuple[Transfer, ...]:
     found = TRANSFERS.get((cell.family, cell.topology, cell.setup), ())
     return tuple(transfer for transfer in found if matrix != "quick" or transfer.name not in NOT_QUICK)
+
+
+def policy_of(cell: Cell, matrix: str) -> str:
+    """The kv_load_failure_policy of a cell's engines; "": no transfer is slow or fails there by itself."""
+    key = cell.family, cell.topology, cell.setup
+    if key in TRANSFERS:
+        return TRANSFERS[key][0].policy
+    policy, matrices = STATES.get(key, ("", ()))
+    return policy if matrix in matrices else ""
 
 
 def failing(cell: Cell, matrix: str) -> list[Transfer]:

@@ -20,8 +20,9 @@ from pytest_kvconform.suite.bytes._fault_observations import (
     require_faults,
     without_faults,
 )
-from pytest_kvconform.suite.bytes._fault_transfers import PROMPTS, SLOW, TRANSFERS
+from pytest_kvconform.suite.bytes._fault_transfers import PROMPTS, SLOW, policy_of
 from pytest_kvconform.suite.bytes._observations import moved
+from pytest_kvconform.suite.bytes._transfers import has_state
 from pytest_kvconform.suite.bytes.transport_faults import (
     every_request_ends,
     next_transfer_is_right,
@@ -56,13 +57,14 @@ IN_QUICK_RUN = 2
 
 
 def cells(cell: Cell, matrix: str) -> tuple[None, ...]:
-    return (None,) if _faulty(cell) else ()
+    return (None,) if policy_of(cell, matrix) else ()
 
 
 def moments(cell: Cell, matrix: str) -> list[Moment]:
-    if not _faulty(cell) or (matrix == "quick" and cell.topology != "P2D1"):
+    policy = policy_of(cell, matrix)
+    if not policy or (matrix == "quick" and cell.topology != "P2D1" and not has_state(cell)):
         return []
-    return [Moment(name, _policy(cell)) for name in (IN_QUICK if matrix == "quick" else MOMENTS)]
+    return [Moment(name, policy) for name in (IN_QUICK if matrix == "quick" else MOMENTS)]
 
 
 @case("KV-FAIL-007", variants=cells)
@@ -112,21 +114,13 @@ def _evidence(looked_at: int, size: int) -> Evidence:
     return Evidence(looked_at=looked_at, unit="transfers", bytes_moved=size)
 
 
-def _faulty(cell: Cell) -> bool:
-    return (cell.family, cell.topology, cell.setup) in TRANSFERS
-
-
-def _policy(cell: Cell) -> str:
-    """The kv_load_failure_policy of the cell's engines."""
-    return TRANSFERS[cell.family, cell.topology, cell.setup][0].policy
-
-
 def _one_by_one(bench: Bench, name: str, faults: Faults) -> Iterator[Transfer]:
     """Yield a transfer of one prompt for each transfer of a load: on each rank in turn, this one alone has
-    these faults. In a quick run only the last IN_QUICK_RUN of the first rank that a fault can change.
+    these faults. In a quick run only those of the first rank, and without states only the last IN_QUICK_RUN
+    that a fault can change.
     """
     cell = bench.cell
-    policy = _policy(cell)
+    policy = policy_of(cell, bench.settings.matrix)
     whole = Transfer(name, PROMPTS[1:], faults=(faults,), fails=bool(faults.fail), policy=policy)
     require_faults(bench, whole)
     of_p, of_d = without_faults(bench, whole).begun
@@ -137,7 +131,9 @@ def _one_by_one(bench: Bench, name: str, faults: Faults) -> Iterator[Transfer]:
         raise Blocked("the connector began no transfer for a load without faults")
     left = len(found)
     if bench.settings.matrix == "quick":
-        found, left = [pair for pair in found if pair[0] == found[0][0]][-MOST:], IN_QUICK_RUN
+        found = [pair for pair in found if pair[0] == found[0][0]]
+        if not has_state(cell):
+            found, left = found[-MOST:], IN_QUICK_RUN
     every = -(-len(found) // MOST)
     for rank, number in found[::-1][::every]:
         if not left:

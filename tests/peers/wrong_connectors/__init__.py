@@ -14,5 +14,7 @@ from .late_writes import *
 from .leases import *
 from .ranks import *
 from .right import *
+from .shutdown import *
 from .sockets import *
+from .two_peers import *
 from .unreachable import *

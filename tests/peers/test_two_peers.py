@@ -1,0 +1,40 @@
+"""What D knows of one P is not used for another: the case finds who does, and right connectors pass it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+
+from tests.peers.conftest import Reported
+
+CASE = "each_load_is_from_its_own_peer"
+MODULE = ("protocol/peers/two_peers",)
+LEASE_S = 30  # no lease is to end, however slow the machine is
+# What lies at an address of another P's pool may be no KV memory: then NIXL refuses to read it.
+WRONG = {
+    "PairsOnce": "in turn: the first request for KV of the second P, .* (loaded wrong|ended with an err)",
+    "PairsWithTheLast": "in turn: the second request for KV of the first P (loaded wrong|ended with an err)",
+}
+
+
+@pytest.mark.parametrize("connector", WRONG)
+def test_addresses_of_another_peer_are_found(run_cases: Callable[..., Reported], connector: str) -> None:
+    [(name, (outcome, why))] = run_cases(connector, "P1D1", lease_s=LEASE_S, modules=MODULE).items()
+    assert (name, outcome) == (CASE, "FAIL"), why
+    assert re.search(WRONG[connector], why), why
+
+
+@pytest.mark.parametrize(
+    "connector",
+    [
+        "Reference",
+        "NixlConnector",
+        "tests.right_connectors.designs:LayerWise",
+        "tests.right_connectors.sockets:TcpPull",
+    ],
+)
+def test_right_connectors_keep_peers_apart(run_cases: Callable[..., Reported], connector: str) -> None:
+    outcome, why = run_cases(connector, "P1D1", lease_s=LEASE_S, modules=MODULE)[CASE]
+    assert outcome == "PASS", why
