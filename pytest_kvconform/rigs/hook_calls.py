@@ -217,3 +217,21 @@ def _given(hook: str, arguments: tuple[Any, ...]) -> str:
 def _cut(text: str) -> str:
     text = text.encode(errors="backslashreplace").decode()  # a report is UTF-8
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
+
+
+def watch_local_hits(connector: Any) -> dict[str, int]:
+    """Note what a scheduler half is asked from now on.
+
+    Returns request -> tokens of its prompt that the engine's own prefix cache had when vLLM last asked
+    get_num_new_matched_tokens. vLLM's prefill_stats have the number of the first schedule alone, and a
+    request that was preempted may load again.
+    """
+    hits: dict[str, int] = {}
+    matched = connector.get_num_new_matched_tokens
+
+    def get_num_new_matched_tokens(request: Any, num_computed_tokens: int) -> Any:
+        hits[request.request_id] = num_computed_tokens
+        return matched(request, num_computed_tokens)
+
+    connector.get_num_new_matched_tokens = get_num_new_matched_tokens
+    return hits

@@ -60,6 +60,13 @@ def test_freed_blocks_may_be_read_until_another_request_gets_them(run_cases: Cal
     assert len(run.results) > 15 and {name: run.findings.get(name) for name in _not_passed(run)} == {}
 
 
+def test_a_request_that_was_preempted_may_load_again(run_cases: Callable[..., CellRun]) -> None:
+    connector = "tests.right_connectors.answers:LoadsAgain"
+    run = run_cases(connector, "llama3_1_8b", "P1D1", "preempted_on_d")
+    assert len(run.results) > 4 and {name: run.findings.get(name) for name in _not_passed(run)} == {}
+    assert run.outcomes["completes[preempted_on_d]"] == "PASS"
+
+
 def test_the_size_of_the_pool_is_known_to_every_rank(run_cases: Callable[..., CellRun]) -> None:
     run = run_cases("CountsBlocks", "llama3_1_8b", "P2D2", "n55")
     assert len(run.results) > 5 and {name: run.findings.get(name) for name in _not_passed(run)} == {}

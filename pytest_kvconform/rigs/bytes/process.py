@@ -165,7 +165,7 @@ class ByteEngineProcess(engine_process.EngineProcess):
 
         def update_state_after_alloc(request: Any, blocks: Any, num_external_tokens: int) -> None:
             if num_external_tokens and request.request_id in self.requests:
-                local = request.prefill_stats.num_local_cached_tokens
+                local = self.local_hits[request.request_id]
                 self.loading[request.request_id] = local, self._note_blocks(request.request_id, local)
             allocated(request, blocks, num_external_tokens)
 

@@ -30,7 +30,7 @@ from pytest_kvconform.rigs.engine.messages import (
     Trace,
     Usage,
 )
-from pytest_kvconform.rigs.hook_calls import LastCalls, take_all, watch_rank
+from pytest_kvconform.rigs.hook_calls import LastCalls, take_all, watch_local_hits, watch_rank
 from pytest_kvconform.rigs.processes.stacks import stack_of
 from pytest_kvconform.rigs.vllm_setup.hooks import SCHEDULER
 from pytest_kvconform.rigs.vllm_setup.overrides import release_cores
@@ -287,6 +287,7 @@ class EngineProcess:
         connector = self.scheduler.connector
         LastCalls(self.spec.role, most=self.most_calls).watch(connector, SCHEDULER)
         self._workers(watch_rank, self.spec.role, self.most_calls)
+        self.local_hits = watch_local_hits(connector)
         matched, allocated = connector.get_num_new_matched_tokens, connector.update_state_after_alloc
 
         def get_num_new_matched_tokens(request: Any, num_computed_tokens: int) -> Any:
@@ -310,7 +311,7 @@ class EngineProcess:
         trace = self.traces.get(request.request_id)
         if trace is not None and num_external_tokens:
             trace.external_tokens = num_external_tokens
-            trace.local_tokens = request.prefill_stats.num_local_cached_tokens
+            trace.local_tokens = self.local_hits[request.request_id]
 
     def _watched_end(self, finished: Any) -> Any:
         def request_finished(request: Any, block_ids: Any) -> Any:

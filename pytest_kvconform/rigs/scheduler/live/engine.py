@@ -18,6 +18,7 @@ from pytest_kvconform.rigs.bytes.layers import metadata
 from pytest_kvconform.rigs.context import declared_addition
 from pytest_kvconform.rigs.engine.messages import ON_D, ON_P
 from pytest_kvconform.rigs.engine.process import positions_of
+from pytest_kvconform.rigs.hook_calls import watch_local_hits
 from pytest_kvconform.rigs.scheduler.live.clocks import set_ahead
 from pytest_kvconform.rigs.scheduler.live.config import LiveSpec, for_rank, forward_context
 from pytest_kvconform.rigs.scheduler.live.memory import WordMemory, sparse_zeros
@@ -208,7 +209,7 @@ class LiveEngine:
         """Drop the records of the harness, so that only the connector's memory grows."""
         self.side.forget_records()
         del self.side.finished[:]
-        for of_requests in (self.side.prompts, self.loads, self.computed_by):
+        for of_requests in (self.side.prompts, self.loads, self.computed_by, self._local_hits):
             of_requests.clear()
 
     def close(self) -> None:
@@ -220,12 +221,11 @@ class LiveEngine:
 
     def _watch_loads(self) -> None:
         connector = self.side.connector
-        allocated = connector.update_state_after_alloc
+        self._local_hits, allocated = watch_local_hits(connector), connector.update_state_after_alloc
 
         def update_state_after_alloc(request: Any, blocks: Any, num_external_tokens: int) -> None:
             if num_external_tokens:
-                local = request.prefill_stats.num_local_cached_tokens
-                span = local, local + num_external_tokens
+                span = (local := self._local_hits[request.request_id]), local + num_external_tokens
                 self.loads[request.request_id] = self._due[request.request_id] = span
             allocated(request, blocks, num_external_tokens)
 
