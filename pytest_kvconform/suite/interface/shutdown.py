@@ -53,8 +53,8 @@ def threads_of_the_process(rig: Rig, _: None) -> Evidence:
 
     It is no case: the tier engine asks it about threads that a shutdown has left there.
     """
-    left, stay, halves = _left_by_engines(rig)
-    return Evidence(looked_at=halves, unit="halves", notes={} if left else dict(stay))
+    _, stay, halves = _left_by_engines(rig)
+    return Evidence(looked_at=halves, unit="halves", notes=dict(stay))
 
 
 def _left_by_engines(rig: Rig) -> tuple[dict[str, list[Any]], Counter[str], int]:
@@ -71,7 +71,8 @@ def _left_by_engines(rig: Rig) -> tuple[dict[str, list[Any]], Counter[str], int]
         again, then = _left_by_an_engine(rig, own, stay)
         if not again and then.keys() - stay.keys():
             again, then = _left_by_an_engine(rig, own, then)
-        return again, Counter(then.values()), 4
+        once = Counter(then.values()) if not again else Counter(stay.values()) - Counter(again.get("threads"))
+        return again, once, 4
     return left, Counter(), 4
 
 
