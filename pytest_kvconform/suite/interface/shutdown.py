@@ -71,7 +71,7 @@ def _left_by_engines(rig: Rig) -> tuple[dict[str, list[Any]], Counter[str], int]
         again, then = _left_by_an_engine(rig, own, stay)
         if not again and then.keys() - stay.keys():
             again, then = _left_by_an_engine(rig, own, then)
-        once = Counter(then.values()) if not again else Counter(stay.values()) - Counter(again.get("threads"))
+        once = Counter(then.values()) if not again else Counter(stay.values()) - Counter(again.get("threads", ()))
         return again, once, 4
     return left, Counter(), 4
 
