@@ -208,19 +208,27 @@ class GrowsHalf(Half):
     def start(self) -> None:
         super().start()
         self.asked: Counter[Lease] = Counter()
+        self.computed: dict[Lease, int] = {}
 
     def get_num_new_matched_tokens(self, request: Any, computed: int) -> Any:
         if handoff := self._handoffs.get(request.request_id):
             self.asked[handoff.lease] += 1
+            self.computed[handoff.lease] = computed
         return super().get_num_new_matched_tokens(request, computed)
 
     def _stop(self, handoff: Handoff, prompt: int) -> int:
-        return min(super()._stop(handoff, prompt), self.asked[handoff.lease] * self._groups[0].tokens)
+        stop = super()._stop(handoff, prompt)
+        if any(group.state or group.window for group in self._groups):
+            return stop  # P has these for the end of the prompt alone
+        tokens = max(group.tokens for group in self._groups)
+        known = self.computed.get(handoff.lease, 0) // tokens + self.asked[handoff.lease]
+        return min(stop, known * tokens)
 
 
 class AnswersMoreLater(OtherHalf):
     """P's blocks become available one after the other: D is told of one more at each question. The answer of
-    the step in which the request gets its blocks counts, and D computes the rest.
+    the step in which the request gets its blocks counts, and D computes the rest. States and windows are
+    there at once.
     """
 
     half = GrowsHalf

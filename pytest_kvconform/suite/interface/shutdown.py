@@ -53,7 +53,7 @@ def threads_of_the_process(rig: Rig, _: None) -> Evidence:
 
     It is no case: the tier engine asks it about threads that a shutdown has left there.
     """
-    _, stay, halves = _left_by_engines(rig)
+    stay, halves = _left_by_engines(rig)[1:]
     return Evidence(looked_at=halves, unit="halves", notes=dict(stay))
 
 
@@ -71,8 +71,9 @@ def _left_by_engines(rig: Rig) -> tuple[dict[str, list[Any]], Counter[str], int]
         again, then = _left_by_an_engine(rig, own, stay)
         if not again and then.keys() - stay.keys():
             again, then = _left_by_an_engine(rig, own, then)
-        once = Counter(then.values()) if not again else Counter(stay.values()) - Counter(again.get("threads", ()))
-        return again, once, 4
+        if not again:
+            return again, Counter(then.values()), 4
+        return again, Counter(stay.values()) - Counter[str](again.get("threads", [])), 4
     return left, Counter(), 4
 
 

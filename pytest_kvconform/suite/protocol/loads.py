@@ -257,8 +257,10 @@ def failed_block_follows_the_policy(rig: Rig, policy: str) -> Evidence:
     With `recompute` the tokens before the first of them are kept.
     """
     p, d, [id] = _pair(rig, policy=policy)
-    second = d.blocks(id)[0][1]
-    d.step(received=[id], invalid=[second])
+    loaded = d.blocks(id)[0]
+    if len(loaded) < 2:
+        raise NotApplicable("the connector loads one block of this prompt, and here its second one fails")
+    d.step(received=[id], invalid=[loaded[1]])
     d.run()
     computed, finish = d.locally_computed_tokens(id), d.results[id].finish
     due, end = (0, "error") if policy == "fail" else (len(d.prompts[id]) - d.block_size, "length")
