@@ -29,7 +29,7 @@ WRONG = {
     "HoldsBlocksForEver",
     "FindsNothing",
 }
-OTHERS = {"TcpPull", "SavesBeforeReuse", "HoldsBlocks", "MoreNowAndThen"} | BASES | WRONG
+OTHERS = {"TcpPull", "SavesBeforeReuse", "HoldsBlocks"} | BASES | WRONG
 
 
 @pytest.fixture(scope="module")

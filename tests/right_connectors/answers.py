@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -207,22 +206,25 @@ class OrdersLater(OtherHalf):
 class GrowsHalf(Half):
     def start(self) -> None:
         super().start()
-        self.asked: Counter[Lease] = Counter()
-        self.computed: dict[Lease, int] = {}
+        self.known: dict[Lease, tuple[int, int]] = {}  # how often D asked, and what D had itself
 
     def get_num_new_matched_tokens(self, request: Any, computed: int) -> Any:
         if handoff := self._handoffs.get(request.request_id):
-            self.asked[handoff.lease] += 1
-            self.computed[handoff.lease] = computed
+            self.known[handoff.lease] = self.known.get(handoff.lease, (0, 0))[0] + 1, computed
         return super().get_num_new_matched_tokens(request, computed)
+
+    def _forget(self, name: str) -> None:
+        if handoff := self._handoffs.get(name):
+            self.known.pop(handoff.lease, None)
+        super()._forget(name)
 
     def _stop(self, handoff: Handoff, prompt: int) -> int:
         stop = super()._stop(handoff, prompt)
         if any(group.state or group.window for group in self._groups):
             return stop  # P has these for the end of the prompt alone
         tokens = max(group.tokens for group in self._groups)
-        known = self.computed.get(handoff.lease, 0) // tokens + self.asked[handoff.lease]
-        return min(stop, known * tokens)
+        asked, computed = self.known.get(handoff.lease, (0, 0))
+        return min(stop, (computed // tokens + asked) * tokens)
 
 
 class AnswersMoreLater(OtherHalf):

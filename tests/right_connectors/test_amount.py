@@ -201,6 +201,17 @@ def test_two_engines_may_load_different_amounts(
         assert rules == dict.fromkeys(run.outcomes, "KV-HANDOVER-003"), run.findings
 
 
+def test_a_load_after_a_hit_may_end_later_than_without_one(scheduler_runner: CaseRunner) -> None:
+    run = scheduler_runner.run(
+        "MoreNowAndThen",
+        "llama3_1_8b",
+        setup="b16",
+        matrix="full",
+        only=lambda planned: planned.case.name == "load_starts_after_the_local_hit",
+    )
+    assert len(run.outcomes) > 4 and set(run.outcomes.values()) == {"PASS"}, run.findings
+
+
 @pytest.mark.parametrize(
     ("connector", "declared", "family", "cases"),
     [

@@ -38,8 +38,9 @@ def _ends_of(p: Side, p_id: str) -> set[int]:
 
 @case("KV-HIT-002", variants=lambda cell, matrix: HITS, rig="scheduler")
 def load_starts_after_the_local_hit(rig: Rig, hit: str) -> Evidence:
-    """D's load ends where it ends without a hit, or earlier, whatever D's prefix cache holds, and D does not
-    load what it holds. How much less it loads is the connector's choice, or as declared.
+    """Whatever D's prefix cache holds, D does not load that again, and D's load ends within the prompt; where
+    there are states, not after the one that D loads without a hit. How much D loads is the connector's
+    choice, or as declared.
     """
     needs_hand_over(rig)
     p, cold, d = rig.side("P"), rig.side("D"), rig.side("D")
@@ -47,18 +48,19 @@ def load_starts_after_the_local_hit(rig: Rig, hit: str) -> Evidence:
     prompt = rig.prompt(length)
     d.warm_prefix_cache(prompt, warm)
     p_id, d_id = rig.hand_over_and_load(p, cold, prompt)
-    stop = cold.first_external_tokens(d_id)
     id = d.add(prompt, p.kv_transfer_params(p_id))
     rig.step_until_matched(d, id)
     asked = d.calls_of(ASKED, id)[-1]
     local, external = asked.arguments["num_computed_tokens"], d.first_external_tokens(id)
     end, step = local + external, rig.subject.load_granularity or 1
-    if external and end != stop and (end > stop or (end % step and external % step)):
+    stop = cold.first_external_tokens(d_id)
+    most = stop if has_states(rig.cell) else length
+    if external and (end > most or (end != stop and end % step and external % step)):
         raise rig.violation(
             "",
-            f"without a hit D loads the tokens up to {stop}; with {local} of them in its own cache {ASKED} "
-            f"returned {asked.result}, which ends at {end}",
-            diagnosis="" if end > stop else f"load_granularity = {step} is declared",
+            f"without a hit D loads the tokens up to {stop} of {length}; with {local} of them in its own "
+            f"cache {ASKED} returned {asked.result}, which ends at {end}",
+            diagnosis="" if end > most else f"load_granularity = {step} is declared",
         )
     for side in (cold, d):
         side.run()
