@@ -127,7 +127,7 @@ WRONG = [
         "ForgetsTheBackoff",
         on(
             r"load_starts_after_the_local_hit\[(?!2b\+1_2b|b\+1_b)[\w+]+\]",
-            r"without a hit D loads the tokens up to \d+; with \d+ of them in its own cache",
+            r"without a hit D loads the tokens up to \d+ of \d+; with \d+ of them in its own cache",
         ),
         rules="KV-HIT-002",
         family="qwen3_5_35b_a3b",

@@ -165,6 +165,23 @@ class ReplacesItsThread(ReferenceConnector):
         self.running[-1][0].start()
 
 
+class ReplacesAtLeisure(ReplacesItsThread):
+    """The thread has no name, and looks every half second whether it is to end. Nobody waits for its end."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any):
+        ReferenceConnector.__init__(self, vllm_config, role, kv_cache_config)
+        if len(self.running) >= self.keeps:
+            self.running.pop()[1].set()
+        end = threading.Event()
+        self.running.append((threading.Thread(target=_look_now_and_then, args=(end,), daemon=True), end))
+        self.running[-1][0].start()
+
+
+def _look_now_and_then(end: threading.Event) -> None:
+    while not end.is_set():
+        time.sleep(0.5)
+
+
 class ReplacesOnce(ReplacesItsThread):
     """Wrong: what the first engine leaves ends as the second one starts, and later ones leave ever more."""
 

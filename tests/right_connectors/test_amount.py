@@ -209,7 +209,8 @@ def test_a_load_after_a_hit_may_end_later_than_without_one(scheduler_runner: Cas
         matrix="full",
         only=lambda planned: planned.case.name == "load_starts_after_the_local_hit",
     )
-    assert len(run.outcomes) > 4 and set(run.outcomes.values()) == {"PASS"}, run.findings
+    assert set(run.outcomes.values()) == {"PASS", "NOT-APPLICABLE"}, run.findings
+    assert run.outcomes["load_starts_after_the_local_hit[3b_b]"] == "PASS"
 
 
 @pytest.mark.parametrize(

@@ -88,6 +88,7 @@ INTERFACE = {
     "InUseForAMoment": ("no_threads_ports_or_processes_left", "next_engine_starts_on_same_port"),
     "OneContext": ("no_threads_ports_or_processes_left", "next_engine_starts_on_same_port"),
     "ReplacesItsThread": ("no_threads_ports_or_processes_left", "next_engine_starts_on_same_port"),
+    "ReplacesAtLeisure": ("no_threads_ports_or_processes_left", "next_engine_starts_on_same_port"),
 }
 case_runner, run_cases = fixtures(
     lambda: CaseRunner("tests.right_connectors.bookkeeping", "protocol", GEOMETRIES, "full"),
@@ -159,6 +160,7 @@ def test_a_thread_of_each_engine_is_told_from_those_of_the_process(
         ("InUseForAMoment", ""),
         ("OneContext", ""),
         ("ReplacesItsThread", ""),
+        ("ReplacesAtLeisure", ""),
         ("OneContextAndAThread", "after shutdown P still has 2 threads (poller, poller)"),
     ],
 )

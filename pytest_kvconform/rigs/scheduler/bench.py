@@ -24,7 +24,7 @@ CASE_PART = 0.5  # of the deadline of a call: a case takes milliseconds
 AGAIN = 0.5  # of a case's deadline, after a case of its module that did not end in time
 GRACE_S = 10.0  # beyond the latest end of a case's own deadline, which the host keeps
 PORTS = 4  # sides with a port of their own
-STARTS = 16  # halves that a case makes at most, each of which may take as long as the start of an engine
+STARTS = 2  # whole starts of an engine, which the halves of a case may take together; one that hangs ends it
 # After so many cases of a module that did not end in time no other case of it is started, and after so many
 # modules with such a case none at all. A shutdown that hangs says nothing about loads.
 HANGS, MODULES = 2, 3

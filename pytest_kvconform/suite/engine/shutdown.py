@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 
 from pytest_kvconform.case import case
@@ -65,5 +66,17 @@ def _of_engines(bench: Bench, threads: tuple[str, ...]) -> tuple[str, ...]:
     end = bench.scheduler.run(
         cell_of_once(), interface.__name__, "threads_of_the_process", "KV-SHUTDOWN-001", None
     )
-    once = Counter(end.evidence.notes if end.evidence else {})
-    return tuple(sorted((Counter(threads) - once).elements()))
+    once, left = Counter[str](), []
+    for name, number in (end.evidence.notes if end.evidence else {}).items():
+        once[_without_numbers(name)] += int(number)
+    for name in threads:
+        if once[_without_numbers(name)]:
+            once[_without_numbers(name)] -= 1
+        else:
+            left.append(name)
+    return tuple(left)
+
+
+def _without_numbers(name: str) -> str:
+    """The name of a thread without its numbers: Python counts the threads of a process."""
+    return re.sub(r"\d+", "N", name)

@@ -24,6 +24,7 @@ from pytest_kvconform.rigs.scheduler.worker_half import WorkerHalf
 from pytest_kvconform.suite.interface._cells import once
 
 Left = TypeVar("Left", dict[str, Any], list[int])
+SOON_S = 2.0  # in which a thread ends that the start of the next engine tells to end
 MOMENT_S = 4.0  # that threads and processes may take to end after shutdown(); times --kv-timeout-scale
 
 
@@ -45,7 +46,7 @@ def no_threads_ports_or_processes_left(rig: Rig, _: None) -> Evidence:
             f"after shutdown of both halves there are still {reported}",
             diagnosis=f"shutdown() leaves {' and '.join(left)} behind",
         )
-    return Evidence(looked_at=halves, unit="halves", notes=dict(stay))
+    return Evidence(looked_at=halves, unit="halves", notes={"threads of the process": stay.total()})
 
 
 def threads_of_the_process(rig: Rig, _: None) -> Evidence:
@@ -69,11 +70,13 @@ def _left_by_engines(rig: Rig) -> tuple[dict[str, list[Any]], Counter[str], int]
         return left, Counter(), 2
     with contextlib.suppress(Violation):  # the first engine's threads may keep a second one from starting
         again, then = _left_by_an_engine(rig, own, stay)
+        halves = 4
         if not again and then.keys() - stay.keys():
             again, then = _left_by_an_engine(rig, own, then)
+            halves = 6
         if not again:
-            return again, Counter(then.values()), 4
-        return again, Counter(stay.values()) - Counter[str](again.get("threads", [])), 4
+            return again, Counter(then.values()), halves
+        return again, Counter(stay.values()) - Counter[str](again.get("threads", [])), halves
     return left, Counter(), 4
 
 
@@ -90,6 +93,9 @@ def _left_by_an_engine(
     own |= threads().keys() - before.keys()
     ports = set(listening_sockets(os.getpid()))
     side = half.start()
+    soon = Deadline(rig.scaled_seconds(SOON_S))
+    while before.keys() & threads().keys() and not soon.over():
+        time.sleep(0.02)  # the start may tell a thread to end, and not wait for its end
     started = threads()
     _end(half, side)
     del half, side
