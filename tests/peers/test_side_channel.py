@@ -7,10 +7,15 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
 
+from pytest_kvconform.rigs.engine.messages import Trace
+from pytest_kvconform.rigs.peers import scenarios
+from pytest_kvconform.rigs.peers.bench import OVER_TCP
 from pytest_kvconform.rigs.peers.hostile_clients import (
     GREETING_S,
     SIGNATURE,
@@ -22,6 +27,7 @@ from pytest_kvconform.rigs.peers.hostile_clients import (
     speaks_zeromq,
     with_port_replaced,
 )
+from pytest_kvconform.rigs.peers.scenario_engines import DecodeResult, PrefillResult, ScenarioObservation
 from pytest_kvconform.rigs.processes import cores
 from pytest_kvconform.rigs.processes.ports import free_port
 
@@ -137,3 +143,96 @@ def test_the_time_in_which_a_listener_waits_for_a_core_does_not_count(
             time.sleep(0.01)
         peers[0].close()
     assert answers == [True] and rounds > 10  # others went on meanwhile
+
+
+class Machine:
+    """The engines of a scenario about malformed messages, and a clock.
+
+    `takes`: seconds of each request of a D, in which its processes wait for a core, and whether it loads.
+    """
+
+    lease_s = 4.0
+    limits = SimpleNamespace(request=30.0)
+    bench = SimpleNamespace(scaled_seconds=lambda seconds: 0.0)
+
+    def __init__(self, takes: list[tuple[float, float, bool]]):
+        self.takes, self.now, self.waited = takes, 0.0, 0.0
+        self.silent_listeners, self.prefills_elsewhere = [SimpleNamespace(received=[[b"", b"valid"]])], 2
+        done = SimpleNamespace(done=True)
+        self.running = {"unreachable_peer": done, "silent_peer": done}
+        self.started, self.asked = list[str](), list[str]()
+
+    def engine(self, name: str) -> Any:
+        def call(what: str) -> Iterator[None]:
+            yield
+
+        process = SimpleNamespace(pid=os.getpid())
+        return SimpleNamespace(
+            name=name,
+            handle=SimpleNamespace(process=process),
+            deadline=lambda seconds: cores.Deadline(seconds),
+            call=call,
+        )
+
+    def start(self, name: str) -> Any:
+        self.started.append(name)
+        return self.engine(name)
+
+    def prefill(self, p: Any) -> Iterator[None]:
+        yield
+        return PrefillResult("p", 0, {"port": 1}, Trace(id="p", prompt_tokens=55), self.now)
+
+    def decode(self, d: Any, prefill: PrefillResult) -> Iterator[None]:
+        yield
+        self.asked.append(d.name)
+        added, (took, waited, loads) = self.now, self.takes[len(self.asked) - 1]
+        self.now, self.waited = self.now + took, self.waited + waited
+        trace = Trace(id=d.name, prompt_tokens=55, external_tokens=48 if loads else 0)
+        return DecodeResult(d.name, prefill.added, added, self.now, "length", trace, ())
+
+
+@pytest.mark.parametrize(
+    ("takes", "tries"),
+    [
+        ([(2.0, 1.5, False), (0.4, 0.0, True)], 2),  # no time for a core
+        ([(4.5, 0.3, False), (0.4, 0.0, True)], 2),  # the lease was over
+        ([(4.5, 0.3, False), (4.5, 4.0, False)], 2),  # once more, and not for ever
+        ([(2.0, 0.3, False)], 1),
+        ([(4.5, 4.0, True)], 1),
+    ],
+)
+def test_another_d_tries_again_where_a_busy_machine_left_no_time(
+    monkeypatch: pytest.MonkeyPatch, takes: list[tuple[float, float, bool]], tries: int
+) -> None:
+    machine = Machine(takes)
+    monkeypatch.setattr(cores, "time", SimpleNamespace(monotonic=lambda: machine.now))
+    monkeypatch.setattr(cores, "core_waits", lambda pids: {1: {"1": machine.waited}})
+    monkeypatch.setattr(scenarios, "listening_ports", lambda pid: {1})
+
+    def greeted(port: int, pid: int) -> Iterator[None]:
+        yield
+        return False
+
+    client = SimpleNamespace(send=lambda frames: True, send_raw=lambda sent: None, close=lambda: None)
+    monkeypatch.setattr(scenarios, "speaks_zeromq", greeted)
+    monkeypatch.setattr(scenarios, "HostileClient", lambda port, zeromq: client)
+    engines: Any = machine
+    steps = scenarios.garbage_messages(engines, machine.engine("P3"), machine.engine("D3"))
+    found = stepped(steps)
+    assert machine.asked == ["D3", "D14"][:tries] and machine.started == ["D14"][: tries - 1]
+    assert list(found.decodes) == ["stranger", "again"][:tries]
+    assert found.numbers["sent"] == 1000 and found.numbers["waited"] == pytest.approx(takes[-1][1])
+
+
+def test_the_d_that_tries_again_is_like_the_one_before() -> None:
+    """P3 and D3 talk over what the connector has; an engine of `OVER_TCP` would not find P there."""
+    assert {"P3", "D3", "D14"}.isdisjoint(OVER_TCP)
+
+
+def stepped(steps: scenarios.Steps) -> ScenarioObservation:
+    """Step a scenario to its end."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return end.value

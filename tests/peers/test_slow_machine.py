@@ -16,6 +16,7 @@ from pytest_kvconform.rigs.peers.bench import PeerBench, is_late
 from pytest_kvconform.rigs.peers.scenario_engines import DecodeResult, ScenarioObservation
 from pytest_kvconform.rigs.peers.stepping import SteppedEngine
 from pytest_kvconform.rigs.processes import cores
+from pytest_kvconform.suite import _peer_observations
 from pytest_kvconform.suite._peer_observations import check_right
 from pytest_kvconform.suite.protocol.peers import unreachable
 
@@ -71,31 +72,64 @@ def test_a_run_that_was_too_slow_is_late() -> None:
     assert [why for why, found in freed.items() if is_late(found, LEASE_S)] == [LEASE_S]
 
 
-def beside_a_silent_peer(bad: float, own: float, core_wait: float) -> ScenarioObservation:
-    """Two requests that took so many seconds together, in `core_wait` of which D waited for a core."""
-    trace, took = Trace(id="d", prompt_tokens=55), {"bad": bad, "own": own}
+def beside_a_silent_peer(
+    bad: float, own: float, core_wait: float, **alone: tuple[float, str]
+) -> ScenarioObservation:
+    """Two requests that took so many seconds together, in `core_wait` of which D waited for a core.
+
+    `alone`: others that came without them: seconds, and how they ended.
+    """
+    trace, took = Trace(id="d", prompt_tokens=55), {"bad": (bad, "error"), "own": (own, "length"), **alone}
     return ScenarioObservation(
         {
-            name: DecodeResult("d", 0.0, 0.0, seconds, "length", trace, (), core_wait)
-            for name, seconds in took.items()
+            name: DecodeResult(
+                "d", 0.0, 0.0, seconds, finish, trace, (), core_wait if name in BESIDE else 0.0
+            )
+            for name, (seconds, finish) in took.items()
         }
     )
 
 
-@pytest.mark.parametrize(
-    ("bad", "own", "core_wait", "late"),
-    [
-        (3.0, 2.95, 2.5, True),  # D waited 3 s for the peer, or 2.5 s for a core
-        (3.0, 2.95, 1.5, False),  # it is noticeable in any case: the case judges it
-        (3.0, 2.7, 2.5, False),  # the other request ended clearly before
-        (0.9, 0.89, 0.5, False),  # the clock itself has not come to a noticeable wait
-    ],
-)
+BESIDE = ("bad", "own")
+HIDDEN = [
+    (3.0, 2.95, 2.5, {}, True),  # D waited 3 s for the peer, or 2.5 s for a core
+    (3.0, 2.95, 1.5, {}, False),  # it is noticeable in any case: the case judges it
+    (3.0, 2.7, 2.5, {}, False),  # the other request ended clearly before
+    (0.9, 0.89, 0.5, {}, False),  # the clock itself has not come to a noticeable wait
+    (1.3, 1.25, 1.0, {"after": (1.2, "length")}, False),  # every request takes so long: none waits for a peer
+    (3.0, 2.95, 2.5, {"after": (2.1, "length")}, False),
+    (3.0, 2.95, 2.5, {"after": (1.9, "length")}, True),  # others are faster: it may be the peer
+    (3.0, 2.95, 2.5, {"after": (2.8, "length"), "met": (0.5, "length")}, True),
+    (3.0, 2.95, 2.5, {"after": (30.0, "")}, True),  # what does not end shows nothing
+]
+
+
+@pytest.mark.parametrize(("bad", "own", "core_wait", "alone", "late"), HIDDEN)
 def test_a_delay_that_a_busy_machine_hides_is_looked_for_again(
-    bad: float, own: float, core_wait: float, late: bool
+    bad: float, own: float, core_wait: float, alone: dict[str, tuple[float, str]], late: bool
 ) -> None:
-    assert is_late(beside_a_silent_peer(bad, own, core_wait), LEASE_S) == late
-    assert not is_late(beside_a_silent_peer(bad, own, core_wait), LEASE_S, noticeable_s=3.0)
+    found = beside_a_silent_peer(bad, own, core_wait, **alone)
+    assert is_late(found, 60.0) == late
+    assert not is_late(found, 60.0, noticeable_s=3.0)
+
+
+@pytest.mark.parametrize(("bad", "own", "core_wait", "alone", "late"), [HIDDEN[4], HIDDEN[6]])
+def test_a_busy_machine_blocks_no_case_whose_request_took_no_longer_than_any(
+    monkeypatch: pytest.MonkeyPatch,
+    bad: float,
+    own: float,
+    core_wait: float,
+    alone: dict[str, tuple[float, str]],
+    late: bool,
+) -> None:
+    found = beside_a_silent_peer(bad, own, core_wait, **alone)
+    monkeypatch.setattr(unreachable, "completed", lambda *_: found)
+    bench: Any = SimpleNamespace(peers=SimpleNamespace(scaled_seconds=lambda seconds: seconds))
+    if late:
+        with pytest.raises(Blocked, match="too slow to tell whether"):
+            unreachable.unreachable_peer_delays_no_other_request(bench, "silent_peer")
+    else:
+        assert unreachable.unreachable_peer_delays_no_other_request(bench, "silent_peer").looked_at == 1
 
 
 @pytest.mark.parametrize(("part", "took", "runs"), [(0.5, 4.1, [1, 2]), (0.5, 3.9, [1]), (0.1, 4.1, [1])])
@@ -145,40 +179,55 @@ def test_an_engine_and_what_steps_it_say_how_long_they_waited_for_a_core(
     assert waits == [0.0, 4.0, 4.0]
 
 
-NEVER_MEETS, MEETS = (
-    ScenarioObservation(),
-    ScenarioObservation(
-        {
-            "first": DecodeResult(
-                "first", 0.0, 0.0, 1.0, "length", Trace(id="first", prompt_tokens=55, external_tokens=48), ()
-            )
-        }
-    ),
-)
+def first_of_another_d(took: float, external_tokens: int = 48) -> DecodeResult:
+    trace = Trace(id="first", prompt_tokens=55, external_tokens=external_tokens)
+    return DecodeResult("first", 0.0, 0.0, took, "length", trace, ())
+
+
+NEVER_MEETS: dict[str, DecodeResult] = {}
+MEETS, HARDLY_MEETS = {"first": first_of_another_d(1.0)}, {"first": first_of_another_d(2.5)}
 
 
 @pytest.mark.parametrize(
-    ("took", "waited", "others", "raises"),
+    ("what", "took", "waited", "others", "raises"),
     [
-        (5.2, 0.2, MEETS, Violation),  # another D meets its P in time, and this one does not
-        (5.2, 0.2, NEVER_MEETS, Blocked),  # it takes longer than a lease to meet any P
-        (5.2, 4.0, MEETS, Blocked),  # no time for a core
-        (2.0, 1.5, MEETS, Blocked),  # whatever the lease: a D may be less patient
-        (2.0, 0.2, NEVER_MEETS, Violation),
+        ("refused", 5.2, 0.2, MEETS, Violation),  # another D meets its P in time, and this one does not
+        ("computed", 5.2, 0.2, MEETS, Violation),
+        ("refused", 5.2, 0.2, HARDLY_MEETS, Blocked),  # a little slower, and that D is too late as well
+        ("refused", 5.2, 0.2, NEVER_MEETS, Blocked),  # it takes longer than a lease to meet any P
+        ("refused", 5.2, 4.0, MEETS, Blocked),  # no time for a core
+        ("refused", 2.0, 1.5, MEETS, Blocked),  # whatever the lease: a D may be less patient
+        ("refused", 2.0, 0.2, NEVER_MEETS, Violation),
+        ("wrong", 9.0, 0.2, MEETS, Blocked),  # P has overwritten its blocks: a matter of leases
+        ("wrong", 3.9, 3.0, MEETS, Violation),  # P keeps its blocks for so long, on any machine
+        ("stuck", 30.0, 0.2, NEVER_MEETS, Violation),
     ],
 )
 def test_a_slow_answer_after_garbage_is_told_from_none(
-    monkeypatch: pytest.MonkeyPatch, took: float, waited: float, others: Any, raises: type[Exception]
+    monkeypatch: pytest.MonkeyPatch,
+    what: str,
+    took: float,
+    waited: float,
+    others: dict[str, DecodeResult],
+    raises: type[Exception],
 ) -> None:
-    late = DecodeResult("d", 0.0, 0.0, took, "error", Trace(id="d", prompt_tokens=55), ())
-    numbers = {"sent": 1000.0, "ports": 1.0, "waited": waited}
-    monkeypatch.setattr(
-        unreachable, "completed", lambda *_: ScenarioObservation({"stranger": late}, numbers=numbers)
-    )
-    monkeypatch.setattr(unreachable, "observe", lambda *_: others)
-    monkeypatch.setattr(
-        unreachable, "outcome_of", lambda ended: "right" if ended.id == "first" else "refused"
-    )
+    late = DecodeResult("d", 0.0, 0.0, took, "length", Trace(id="d", prompt_tokens=55), ())
+    numbers, looked = {"sent": 1000.0, "ports": 1.0, "waited": waited}, []
+
+    def observe(bench: Any, name: str, *_: Any) -> ScenarioObservation:
+        looked.append(name)
+        met = {"met": first_of_another_d(1.0)}  # D loads something of such prompts
+        decodes = others if name == "hand_overs" else {**met, "stranger": late}
+        return ScenarioObservation(decodes, numbers=numbers)
+
+    def outcome_of(ended: DecodeResult) -> str:
+        return "right" if ended.id == "first" else what
+
+    monkeypatch.setattr(unreachable, "completed", observe)
+    monkeypatch.setattr(unreachable, "observe", observe)
+    monkeypatch.setattr(unreachable, "outcome_of", outcome_of)
+    monkeypatch.setattr(_peer_observations, "outcome_of", outcome_of)
     bench: Any = SimpleNamespace(peers=SimpleNamespace(lease_s=LEASE_S))
     with pytest.raises(raises):
         unreachable.listener_survives_garbage_messages(bench, None)
+    assert looked[-1] == "garbage_messages"  # whose calls a finding shows

@@ -44,6 +44,7 @@ LATE = {"late", "waiting", "loading", "bad", "old", "stranger", "again", LIMIT, 
 NOTICEABLE_S = 1.0  # seconds; a request that waits less for another one counts as not delayed
 DELAYED = 0.8  # part of the other request's time: a request that takes longer has waited for it
 BESIDE = ("own", "good")  # requests that come together with one whose peer does not answer
+ALONE = ("met", "after")  # requests of the same D whose peer answers, without others
 
 
 def is_late(found: ScenarioObservation, lease_s: float, noticeable_s: float = NOTICEABLE_S) -> bool:
@@ -51,11 +52,9 @@ def is_late(found: ScenarioObservation, lease_s: float, noticeable_s: float = NO
     over, nobody looked at P's blocks in time, or it cannot be told whether a request waited for another one,
     see `hides_delay`.
     """
-    bad = found.decodes.get("bad")
-    beside = [found.decodes[name] for name in BESIDE if bad and name in found.decodes]
     return (
         bool(found.too_slow)
-        or any(bad and hides_delay(bad, other, noticeable_s) for other in beside)
+        or any(hides_delay(found, name, noticeable_s) for name in BESIDE)
         or any(found.numbers.get(why, 0.0) >= lease_s for why in UNREAD)
         or any(
             ended.finish and ended.ended - ended.prefill_added > lease_s
@@ -70,14 +69,19 @@ def seconds(ended: DecodeResult) -> float:
     return ended.ended - ended.added - ended.core_wait
 
 
-def hides_delay(bad: DecodeResult, other: DecodeResult, noticeable_s: float) -> bool:
-    """Whether it cannot be told if a request has waited for `bad`, whose peer does not answer.
+def hides_delay(found: ScenarioObservation, name: str, noticeable_s: float) -> bool:
+    """Whether it cannot be told if a request has waited for "bad", whose peer does not answer.
 
     Both took about as long. The connector counts its patience by the clock, and D waited for a core for so
-    much of that time that less than `noticeable_s` is left.
+    much of that time that less than `noticeable_s` is left. A request of the same scenario whose peer answers
+    (`ALONE`) was clearly faster: if none was, it is the machine that takes so long for any request.
     """
-    took = bad.ended - bad.added
-    return seconds(bad) <= noticeable_s < took and seconds(other) > DELAYED * seconds(bad)
+    bad, other = found.decodes.get("bad"), found.decodes.get(name)
+    if bad is None or other is None or seconds(other) <= DELAYED * seconds(bad):
+        return False
+    alone = [found.decodes[one] for one in ALONE if one in found.decodes and found.decodes[one].finish]
+    usual = min((one.ended - one.added for one in alone), default=0.0)
+    return seconds(bad) <= noticeable_s < bad.ended - bad.added - usual
 
 
 def _another(spec: ByteEngineSpec, what: str) -> ByteEngineSpec:

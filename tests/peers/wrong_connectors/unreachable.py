@@ -14,6 +14,23 @@ from .right import PATIENCE_S, Right, TrustsLeases
 # ---- peers that cannot be reached ----
 
 
+class Patient(Right):
+    """Asks a peer that does not answer three times, 5 s each. However busy the machine, a tenth of this time
+    counts (`rigs.processes.cores.MOST`), and that is a noticeable wait.
+    """
+
+    def prepare_worker(self, worker: Any) -> None:
+        shake = worker._nixl_handshake
+
+        def handshake(*args: Any, **kwargs: Any) -> Any:
+            for _ in range(2):
+                with contextlib.suppress(zmq.Again):
+                    return shake(*args, **kwargs)
+            return shake(*args, **kwargs)
+
+        worker._nixl_handshake = handshake
+
+
 class NeverGivesUp(Right):
     """Asks a peer that does not answer again and again."""
 
@@ -58,7 +75,7 @@ class HoldsAllBack(Right):
         super().start_load_kv(forward_context, **kwargs)
 
 
-class OneAtATime(Right):
+class OneAtATime(Patient):
     """Meets one peer after the other, as vLLM's connector does."""
 
     handshakes = 1

@@ -35,6 +35,7 @@ OTHER_LOADS = {
     "unreachable_peer": "a request whose P has shaken hands with D before",
     "silent_peer": "a request whose P answers, and has not shaken hands with D before,",
 }
+QUICK = 0.5  # part of a lease in which a D meets a P, on a machine that leaves time for it
 OWNS = {"unreachable_peer": "D", "silent_peer": "D4"}
 CUTS = {
     "accepted": "was reset as soon as it was accepted",
@@ -99,7 +100,7 @@ def _not_delayed(rule: str, bench: Bench, scenario: str, others: dict[str, str])
                 observed,
                 diagnosis="one peer that cannot be reached delays requests that have nothing to do with it",
             )
-        if hides_delay(asked, ended, noticeable_s):
+        if hides_delay(observed, name, noticeable_s):
             raise Blocked(
                 f"this machine was too slow to tell whether {words} waited for one for which "
                 f"{PLACES[scenario]}: D waited for a core for {asked.core_wait:.1f} s of the "
@@ -238,32 +239,44 @@ def start_load_kv_does_not_wait_for_p(bench: Bench, variant: str) -> Evidence:
 @case("KV-SIDE-001", rig="peers", applies=one_rank)
 def listener_survives_garbage_messages(bench: Bench, variant: None) -> Evidence:
     """After a thousand garbage messages P lives, and a new D loads what P has computed."""
+    control = observe(bench, "hand_overs")  # first: a finding shows the calls of what was observed last
     observed = completed(bench, "garbage_messages", "KV-SIDE-001", "P3 D3")
     sent = int(observed.numbers["sent"])
     if sent < MESSAGES // 2:
         raise HarnessError(f"{sent} of {MESSAGES} messages could be sent to the port of P")
     name = "again" if "again" in observed.decodes else "stranger"
     ended, words = observed.decodes[name], f"after {sent} garbage messages to the port on which P listens"
-    if outcome_of(ended) in (COMPUTED, REFUSED):
-        _require_time_to_meet(bench, ended, observed.numbers["waited"])
+    _require_time_to_meet(
+        ended, observed.numbers["waited"], control.decodes.get("first"), bench.peers.lease_s
+    )
     rows = check_right("KV-SIDE-001", observed, math.inf, {name: f"{words}, a request of a new D"})
     return evidence(rows, "rows", observed, messages=sent, ports=int(observed.numbers["ports"]))
 
 
-def _require_time_to_meet(bench: Bench, ended: DecodeResult, waited: float) -> None:
-    """Raise Blocked if a request of a D that meets P ended without a load, and the time may be the reason.
+def _require_time_to_meet(
+    ended: DecodeResult, waited: float, first: DecodeResult | None, lease_s: float
+) -> None:
+    """Raise Blocked if a request of a D that meets P ended without the right bytes, and time may be the
+    reason.
 
-    The lease was over, and no other D has met its P within a lease; or P, D and the harness waited for a core
-    for most of the time.
+    Wrong bytes: the lease was over. P may have overwritten its blocks, and that D reads them breaks a rule
+    about leases. No load: P, D and the harness waited for a core for most of the time; or the lease was over,
+    and no other D has met its P and loaded within QUICK leases (`first`).
     """
     took, age = ended.ended - ended.added, ended.ended - ended.prefill_added
-    slow = f"a request of a new D ended {age:.1f} s after P's request had come"
+    what, slow = outcome_of(ended), f"a request of a new D ended {age:.1f} s after P's request had come"
+    if what == WRONG and age > lease_s:
+        raise Blocked(
+            f"{slow}, and the lease is {lease_s:.0f} s: P may have overwritten what D has read, see "
+            "KV-LEASE-001. --kv-timeout-scale makes the lease longer"
+        )
+    if what not in (COMPUTED, REFUSED):
+        return
     if waited >= SLOW * took:
         raise Blocked(f"this machine was too slow: {slow}, and engines waited for a core for {waited:.1f} s")
-    if age > (lease := bench.peers.lease_s):
-        first = observe(bench, "hand_overs").decodes.get("first")
-        if first is None or outcome_of(first) != RIGHT:
-            raise Blocked(
-                f"{slow}, the lease is {lease:.0f} s, and no other D has met a P and loaded from it in time: "
-                "--kv-timeout-scale makes the lease longer"
-            )
+    quick = first is not None and first.ended - first.prefill_added < QUICK * lease_s
+    if age > lease_s and not (first and quick and outcome_of(first) == RIGHT):
+        raise Blocked(
+            f"{slow}, the lease is {lease_s:.0f} s, and no other D has met a P and loaded from it in "
+            f"{QUICK * lease_s:.1f} s: --kv-timeout-scale makes the lease longer"
+        )
