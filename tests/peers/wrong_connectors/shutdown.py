@@ -49,8 +49,8 @@ class RaisesDuringLoads(TcpPull):
 class AsksFirst(TcpPull):
     """No mistake: D answers None until P has said that it is there."""
 
-    def __init__(self, *args: Any):
-        super().__init__(*args)
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any):
+        super().__init__(vllm_config, role, kv_cache_config)
         self.there = set[str]()  # requests of D whose P has answered
 
     def on_new_request(self, request: Any) -> None:
