@@ -41,15 +41,7 @@ def test_right_connectors_keep_peers_apart(run_cases: Callable[..., Reported], c
     assert outcome == "PASS", why
 
 
-def test_what_a_p_dies_of_elsewhere_is_no_matter_of_this_case(run_cases: Callable[..., Reported]) -> None:
-    found = run_cases(
-        "DiesOfAnotherModel", "P1D1", lease_s=LEASE_S, modules=(*MODULE, "protocol/peers/model_identity")
-    )
-    assert found[CASE][0] == "PASS", found[CASE][1]
-    outcome, why = found["kv_of_another_model_is_not_loaded[model]"]
-    assert outcome == "BLOCKED" and "an engine failed in another scenario" in why, why
-
-
 def test_scenarios_of_their_own_rules_share_no_engine() -> None:
+    """What kills an engine in one of them, such as the handshake with another model, fails no other rule."""
     names = [name for one in APART.values() for name in (*one.engines, *one.other_engines)]
     assert len(set(names)) == len(names)

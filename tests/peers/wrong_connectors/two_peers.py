@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import socket
 from collections.abc import Generator
 from typing import Any
 
 from reference_connector import ReferenceConnector
-from tests.right_connectors.sockets import TcpPull, ask, connect
 
-__all__ = ["DiesOfAnotherModel", "PairsOnce", "PairsWithTheLast"]
+__all__ = ["PairsOnce", "PairsWithTheLast"]
 
 
 class PairsOnce(ReferenceConnector):
@@ -42,19 +39,3 @@ class PairsWithTheLast(PairsOnce):
             peer.was_met = True
             self.pairings.append(peer.pairing)
         peer.pairing = self.pairings[-1]
-
-
-class DiesOfAnotherModel(TcpPull):
-    """P's process ends when a D with another model asks. It keeps its peers apart."""
-
-    def on_new_request(self, request: Any) -> None:
-        super().on_new_request(request)
-        params = request.kv_transfer_params or {}
-        if params.get("do_remote_prefill") and params.get("remote_model") != self.model:
-            with connect(params) as peer:
-                ask(peer, model=self.model)
-
-    def answer(self, peer: socket.socket, question: dict[str, Any]) -> None:
-        if "model" in question:
-            os._exit(1)
-        super().answer(peer, question)
