@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
+from pytest_kvconform.rigs.peers.scenarios import APART
 from tests.peers.conftest import Reported
 
 CASE = "each_load_is_from_its_own_peer"
@@ -38,3 +39,9 @@ def test_addresses_of_another_peer_are_found(run_cases: Callable[..., Reported],
 def test_right_connectors_keep_peers_apart(run_cases: Callable[..., Reported], connector: str) -> None:
     outcome, why = run_cases(connector, "P1D1", lease_s=LEASE_S, modules=MODULE)[CASE]
     assert outcome == "PASS", why
+
+
+def test_scenarios_of_their_own_rules_share_no_engine() -> None:
+    """What kills an engine in one of them, such as the handshake with another model, fails no other rule."""
+    names = [name for one in APART.values() for name in (*one.engines, *one.other_engines)]
+    assert len(set(names)) == len(names)

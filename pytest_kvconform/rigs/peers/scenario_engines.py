@@ -104,6 +104,7 @@ class ScenarioObservation:
     engines: dict[str, EngineObservation] = field(default_factory=dict)  # of the engines that still answered
     unsupported: str = ""  # what the connector lacks and may lack, so that the scenario could not run
     too_slow: str = ""  # why the machine was too slow to judge
+    raised: str = ""  # the exception of a hook that the scenario itself has called: "ValueError: message"
     failed: EngineFailed | None = None
     failed_engine: str = ""  # name of the engine that failed
     started: bool = True  # whether the scenario had started by then
@@ -303,10 +304,7 @@ class ScenarioEngines:
         self._deadlines[request.id] = d.deadline(self.limits.request)
 
     def wait_until_empty(self, engine: SteppedEngine) -> Steps:
-        """Wait until an engine holds no block and no request, or until its deadline to free blocks.
-
-        Returns Usage.
-        """
+        """Wait until an engine is empty, or until its deadline to free blocks. Returns Usage."""
         deadline = engine.deadline(self.limits.release)
         while True:
             usage: Usage = yield from engine.call("usage")

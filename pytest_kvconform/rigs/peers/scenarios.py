@@ -342,5 +342,5 @@ SCENARIOS: dict[str, dict[str, PeerScenario]] = {
 APART: dict[str, PeerScenario] = {
     "another_model": PeerScenario(another_model, ("P", "D")),
     "shutdown_during_load": PeerScenario(shutdown_during_load, ("P13", "D13"), starts_early=True),
-    "two_peers": PeerScenario(two_peers, ("P", "P-pool", "D")),
+    "two_peers": PeerScenario(two_peers, ("P15", "P15-pool", "D15")),
 }

@@ -7,9 +7,11 @@ A transport that cannot cancel a read writes when P goes on. Over TCP NIXL is su
 
 from __future__ import annotations
 
+import os
 import time
 from functools import partial
 
+from pytest_kvconform.rigs.context import Deadlines
 from pytest_kvconform.rigs.peers.scenario_engines import (
     WITHIN_STEP,
     ScenarioEngines,
@@ -17,10 +19,12 @@ from pytest_kvconform.rigs.peers.scenario_engines import (
     loaded_within_step,
 )
 from pytest_kvconform.rigs.peers.stepping import SteppedEngine, Steps, pause, until
+from pytest_kvconform.rigs.processes.cores import Deadline
 
 LIMIT, ABORT = "time_limit", "abort"  # why D no longer needs the load
 SLEEP_S = 2.5  # in which D may give up while P's process is stopped: longer than a load may take
-LOADING_S = 0.5  # before D aborts the request
+LOADING_S = 0.5  # before D aborts the request, or shuts down
+LOADING = "WAITING_FOR_REMOTE_KVS"  # vLLM's status of a request whose load is under way
 IN_STEP = "D stands in a step until P goes on, so that it cannot shut down during a load"
 LATE_S = 0.5  # in which D writes what is still to come
 
@@ -64,31 +68,59 @@ def sleeping_peer(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) 
 def shutdown_during_load(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) -> Steps:
     """P's process is stopped during a load of D, and D shuts down. Then P goes on.
 
-    `numbers`: whether the load was under way, whether the shutdown has returned and whether it has raised
-    something, and how many bytes of D's pool have changed since.
+    `numbers`: whether the load was under way, and if not, whether D's request had ended. If it was: whether
+    the shutdown has returned, and how many bytes of D's pool have changed since.
     """
     decodes = {"met": (yield from engines.decode(d, (yield from engines.prefill(p))))}
     if loaded_within_step(decodes["met"].trace):
         return ScenarioObservation(decodes, unsupported=WITHIN_STEP)
-    prefill, seconds = (yield from engines.prefill(p)), engines.bench.scaled_seconds
+    prefill, bench = (yield from engines.prefill(p)), engines.bench
     yield from p.stop_process()
     request = yield from engines.add_decode(d, prefill)
-    yield from pause(seconds(LOADING_S))
+    yield from _begins_load(d, request.id, bench.scaled_seconds(SLEEP_S))
+    yield from _let_run(bench.scaled_seconds(LOADING_S), d)  # until its threads or NIXL have begun to read
     d.paused = True
-    if not (yield from until(lambda: not (d.pending or d.queued), d.deadline(seconds(SLEEP_S)))):
+    if not (yield from until(lambda: not (d.pending or d.queued), d.deadline(bench.scaled_seconds(SLEEP_S)))):
         p.resume()
         d.resume()
         return ScenarioObservation(decodes, unsupported=IN_STEP)
-    numbers = {"loading": float(request.id not in d.outputs), "written": 0.0, "raised": 0.0}
+    ended, trace = request.id in d.outputs, (yield from d.call("trace", request.id))
+    loading = bool(trace.external_tokens) and trace.status == LOADING and not ended
+    numbers = {"loading": float(loading), "ended": float(ended)}
+    if not loading:
+        p.resume()
+        d.resume()
+        return ScenarioObservation(decodes, numbers=numbers)
+    # The whole deadline, although other waits may have ended in vain: the case names it. No call ends before.
+    limit = Deadlines.scaled(bench.context.settings.timeout_scale).request
+    d.handle.deadline_s = max(d.handle.deadline_s, 2 * limit)
     ending = d.queue("shutdown_during_loads")
-    numbers["returned"] = yield from until(lambda: ending.done, d.deadline(engines.limits.request))
+    numbers |= {"returned": (yield from until(lambda: ending.done, d.deadline(limit))), "written": 0.0}
     p.resume()
     if numbers["returned"]:
-        yield from pause(seconds(LATE_S))
-        numbers["raised"] = float(bool(ending.answer))
+        yield from _let_run(bench.scaled_seconds(LATE_S), p, d)
         numbers["written"] = float((yield from d.call("written_since_shutdown")))
     d.end()
-    return ScenarioObservation(decodes, numbers=numbers)
+    return ScenarioObservation(decodes, numbers=numbers, raised=ending.answer or "")
+
+
+def _begins_load(d: SteppedEngine, request_id: str, seconds: float) -> Steps:
+    """Wait until D has begun to load a request, or the request has ended, or D stands in a step."""
+    deadline = d.deadline(seconds)
+    while request_id not in d.outputs and not deadline.over():
+        trace = d.queue("trace", request_id)
+        if not (yield from until(partial(getattr, trace, "done"), deadline)) or trace.answer.external_tokens:
+            return
+        yield
+
+
+def _let_run(seconds: float, *engines: SteppedEngine) -> Steps:
+    """Let engines, and what steps them, run for so long. The time does not count in which they waited for a
+    core: what they are to do within it may take as long as that on a busy machine.
+    """
+    deadline = Deadline(seconds, (os.getpid(), *(engine.handle.process.pid for engine in engines)))
+    while not deadline.over():
+        yield
 
 
 def _is_gone(engine: SteppedEngine, request_id: str, seconds: float) -> Steps:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import socket
+import threading
+from typing import Any
+
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 import reference_connector.worker
 from reference_connector import ReferenceConnector
-from tests.right_connectors.sockets import TcpPull
+from tests.right_connectors.sockets import TcpPull, ask, connect, receive
 
-__all__ = ["EndsWithItsReads", "LeavesThreads"]
+__all__ = ["AsksFirst", "EndsWithItsReads", "LeavesThreads", "RaisesDuringLoads"]
+
+HERE = b"here"
 
 
 class LeavesThreads(TcpPull):
@@ -28,3 +34,46 @@ class EndsWithItsReads(ReferenceConnector):
     def shutdown(self) -> None:
         reference_connector.worker.CLOSING_S = float("inf")
         super().shutdown()
+
+
+class RaisesDuringLoads(TcpPull):
+    """Ends its loads, and then raises an exception."""
+
+    def shutdown(self) -> None:
+        loads = self.role is KVConnectorRole.WORKER and len(self.connected) > 0
+        super().shutdown()
+        if loads:
+            raise RuntimeError("a load is under way")
+
+
+class AsksFirst(TcpPull):
+    """No mistake: D answers None until P has said that it is there."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any):
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.there = set[str]()  # requests of D whose P has answered
+
+    def on_new_request(self, request: Any) -> None:
+        super().on_new_request(request)
+        if (params := self.wanted.get(request.request_id)) is not None:
+            threading.Thread(target=self.look, args=(request.request_id, params), daemon=True).start()
+
+    def look(self, request: str, params: dict[str, Any]) -> None:
+        try:
+            with connect(params) as peer:
+                ask(peer, there=True)
+                receive(peer, len(HERE))
+            self.there.add(request)
+        except (OSError, EOFError):
+            self.wanted.pop(request, None)  # D computes the prompt
+
+    def answer(self, peer: socket.socket, question: dict[str, Any]) -> None:
+        if "there" in question:
+            peer.sendall(HERE)
+        else:
+            super().answer(peer, question)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        if request.request_id in self.wanted.keys() - self.there:
+            return None, False
+        return super().get_num_new_matched_tokens(request, num_computed_tokens)

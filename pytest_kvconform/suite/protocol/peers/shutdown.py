@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 from pytest_kvconform.case import case
-from pytest_kvconform.result import Evidence
+from pytest_kvconform.result import Blocked, Evidence, NotApplicable
 from pytest_kvconform.rigs.bench import Bench
 from pytest_kvconform.rigs.context import REQUEST_S
-from pytest_kvconform.suite._peer_observations import completed, evidence, one_rank, violation
+from pytest_kvconform.rigs.peers.scenario_engines import ScenarioObservation
+from pytest_kvconform.suite._peer_observations import (
+    RIGHT,
+    completed,
+    evidence,
+    one_rank,
+    outcome_of,
+    require_some_load,
+    violation,
+)
 
 RULE = "KV-SHUTDOWN-004"
 
@@ -15,6 +24,7 @@ RULE = "KV-SHUTDOWN-004"
 def nothing_is_written_after_shutdown(bench: Bench, variant: None) -> Evidence:
     """P's process is stopped during a load, and D shuts down. That ends, and nothing is written later."""
     observed = completed(bench, "shutdown_during_load", RULE, "D13")
+    _require_load(observed)
     numbers, when = observed.numbers, "D shut down during a load, and P's process stood still"
     if not numbers["returned"]:
         raise violation(
@@ -23,8 +33,8 @@ def nothing_is_written_after_shutdown(bench: Bench, variant: None) -> Evidence:
             observed,
             diagnosis="shutdown() waits without a deadline for a transfer that does not end",
         )
-    if numbers["raised"]:
-        raise violation(RULE, f"{when}: shutdown() raised an exception", observed)
+    if observed.raised:
+        raise violation(RULE, f"{when}: shutdown() raised {observed.raised}", observed)
     if numbers["written"]:
         raise violation(
             RULE,
@@ -34,3 +44,20 @@ def nothing_is_written_after_shutdown(bench: Bench, variant: None) -> Evidence:
             "memory next",
         )
     return evidence(1, "shutdowns", observed, loading=int(numbers["loading"]))
+
+
+def _require_load(observed: ScenarioObservation) -> None:
+    """Raise Blocked if D loads nothing right from a P that answers, and NotApplicable if no load is under way
+    while P stands still: then there is nothing that shutdown() has to end.
+    """
+    require_some_load(observed)
+    if (what := outcome_of(observed.decodes["met"])) != RIGHT:
+        raise Blocked(
+            f"before P's process was stopped, a request of D ended as {what}: see KV-HANDOVER-001 and "
+            "KV-BYTES-001"
+        )
+    if observed.numbers["loading"]:
+        return
+    if observed.numbers["ended"]:
+        raise NotApplicable("D's request ended although P stood still: D cannot shut down during its load")
+    raise NotApplicable("D begins no load from a P that stands still: D cannot shut down during one")

@@ -15,7 +15,7 @@ PEERS = {"one": "the first P", "other": "the second P, whose pool is larger,"}
 def each_load_is_from_its_own_peer(bench: Bench, variant: None) -> Evidence:
     """D loads from two P's with pools of different sizes: in turn, twice from each, and at once from both."""
     rule = "KV-PEER-009"
-    observed = completed(bench, "two_peers", rule, "P P-pool D")
+    observed = completed(bench, "two_peers", rule, "P15 P15-pool D15")
     requests = {
         f"{turn}_{name}": f"D loads from two P's in turn: the {turn} request for KV of {PEERS[name]}"
         for turn in TURNS
