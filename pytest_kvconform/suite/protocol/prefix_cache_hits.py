@@ -54,12 +54,12 @@ def load_starts_after_the_local_hit(rig: Rig, hit: str) -> Evidence:
     local, external = asked.arguments["num_computed_tokens"], d.first_external_tokens(id)
     end, step = local + external, rig.subject.load_granularity or 1
     stop = cold.first_external_tokens(d_id)
-    most = stop if has_states(rig.cell) else length
+    most = stop if has_states(rig.cell) else len(prompt)
     if external and (end > most or (end != stop and end % step and external % step)):
         raise rig.violation(
             "",
-            f"without a hit D loads the tokens up to {stop} of {length}; with {local} of them in its own "
-            f"cache {ASKED} returned {asked.result}, which ends at {end}",
+            f"without a hit D loads the tokens up to {stop} of {len(prompt)}; with {local} of them in its "
+            f"own cache {ASKED} returned {asked.result}, which ends at {end}",
             diagnosis="" if end > most else f"load_granularity = {step} is declared",
         )
     for side in (cold, d):
