@@ -38,9 +38,9 @@ def _ends_of(p: Side, p_id: str) -> set[int]:
 
 @case("KV-HIT-002", variants=lambda cell, matrix: HITS, rig="scheduler")
 def load_starts_after_the_local_hit(rig: Rig, hit: str) -> Evidence:
-    """Whatever D's prefix cache holds, D does not load that again, and D's load ends within the prompt; where
-    there are states, not after the one that D loads without a hit. How much D loads is the connector's
-    choice, or as declared.
+    """Whatever D's prefix cache holds, D does not load that again: KV-MATCH-002 looks whether the load ends
+    within the prompt. If the model has states, D's load ends no later than it does without a hit. How much D
+    loads is the connector's choice, or as declared.
     """
     needs_hand_over(rig)
     p, cold, d = rig.side("P"), rig.side("D"), rig.side("D")
@@ -54,13 +54,13 @@ def load_starts_after_the_local_hit(rig: Rig, hit: str) -> Evidence:
     local, external = asked.arguments["num_computed_tokens"], d.first_external_tokens(id)
     end, step = local + external, rig.subject.load_granularity or 1
     stop = cold.first_external_tokens(d_id)
-    most = stop if has_states(rig.cell) else len(prompt)
-    if external and (end > most or (end != stop and end % step and external % step)):
+    late = has_states(rig.cell) and end > stop
+    if external and (late or (end != stop and end % step and external % step)):
         raise rig.violation(
             "",
             f"without a hit D loads the tokens up to {stop} of {len(prompt)}; with {local} of them in its "
             f"own cache {ASKED} returned {asked.result}, which ends at {end}",
-            diagnosis="" if end > most else f"load_granularity = {step} is declared",
+            diagnosis="" if late else f"load_granularity = {step} is declared",
         )
     for side in (cold, d):
         side.run()
