@@ -11,6 +11,7 @@ from pathlib import Path
 
 FIRST = 10240
 BOOTSTRAP_PORT = "VLLM_MOONCAKE_BOOTSTRAP_PORT"  # variable of vLLM: where MooncakeConnector's P is found
+LISTEN = "0A"  # TCP_LISTEN of include/net/tcp_states.h in Linux, as /proc/net/tcp writes it
 APART = 64  # distance of two ports that are given out: a connector may add its rank to its port
 MOST = 48  # ports that a run keeps from others: an engine has two or three, and six runs leave some free
 # Ports, and names of abstract Unix sockets that keep other runs off them. They end with this process.
@@ -49,8 +50,8 @@ def _keep(port: int, token: socket.socket) -> None:
     """
     _taken.append((port, token))
     if len(_taken) > MOST:
-        bound = [one for one in _taken if not _is_free(one[0])]
-        for one in bound or [_taken[0]]:
+        listening = _listening()
+        for one in [one for one in _taken if one[0] in listening] or [_taken[0]]:
             _taken.remove(one)
             one[1].close()
 
@@ -77,6 +78,24 @@ def _is_free(port: int) -> bool:
         except OSError:
             return False
     return True
+
+
+def _listening() -> set[int]:
+    """The ports on which some process listens.
+
+    Read from the system's table. `_is_free` would bind the port for a moment, and an engine whose own bind
+    falls into that moment does not start.
+    """
+    rows = [row.split() for name in ("tcp", "tcp6") for row in _lines(Path("/proc/net", name))]
+    return {int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == LISTEN}
+
+
+def _lines(table: Path) -> list[str]:
+    """The rows of a table of the system; none where there is no such table."""
+    try:
+        return table.read_text().splitlines()[1:]
+    except OSError:
+        return []
 
 
 def _first_ephemeral() -> int:
