@@ -28,3 +28,8 @@ def test_a_load_that_is_kept_until_its_read_ends_is_right(run_cases: Callable[..
 
 def test_nixl_connector_waits_for_the_read(run_cases: Callable[..., Reported]) -> None:
     assert run_cases("NixlConnector", "P1D1", modules=MODULE)[CASE][0] == "PASS"
+
+
+def test_who_begins_no_load_shows_nothing(run_cases: Callable[..., Reported]) -> None:
+    outcome, why = run_cases("AsksFirst", "P1D1", modules=MODULE)[CASE]
+    assert outcome == "NOT-APPLICABLE" and "begins no load" in why, why

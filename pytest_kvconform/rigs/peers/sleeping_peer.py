@@ -34,6 +34,7 @@ def sleeping_peer(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) 
 
     Other requests of D get blocks as soon as they are free, and write them. Then P goes on, and D's pool is
     compared. `numbers`: why -> whether the request had ended, and its blocks were free, before P went on.
+    `loads`: in how many of both the load was under way while P's process was stopped.
     """
     bench = engines.bench
     decodes = {"met": (yield from engines.decode(d, (yield from engines.prefill(p))))}
@@ -41,14 +42,16 @@ def sleeping_peer(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) 
         return ScenarioObservation(decodes, unsupported=WITHIN_STEP)
     yield from engines.wait_until_empty(d)
     yield from d.call("reuse", True)
-    numbers, audits = {}, ()
+    numbers, audits = {"loads": 0.0}, ()
     for why in (LIMIT, ABORT):
         prefill = yield from engines.prefill(p)
         yield from p.stop_process()
         added = time.monotonic()
         request = yield from engines.add_decode(d, prefill)
+        begun = yield from _begins_load(d, request.id, bench.scaled_seconds(SLEEP_S))
+        numbers["loads"] += begun is not None and begun.status == LOADING
         if why == ABORT:
-            yield from pause(bench.scaled_seconds(LOADING_S))
+            yield from _let_run(bench.scaled_seconds(LOADING_S), d)
             d.queue("abort", request.id)  # D may stand in a step until P goes on
         if given_up := (yield from _is_gone(d, request.id, bench.scaled_seconds(SLEEP_S))):
             yield from _overwrite(engines, d)
@@ -105,13 +108,19 @@ def shutdown_during_load(engines: ScenarioEngines, p: SteppedEngine, d: SteppedE
 
 
 def _begins_load(d: SteppedEngine, request_id: str, seconds: float) -> Steps:
-    """Wait until D has begun to load a request, or the request has ended, or D stands in a step."""
+    """Wait until D has begun to load a request, or the request has ended, or D stands in a step.
+
+    Returns D's `Trace` of a load that has begun, else None.
+    """
     deadline = d.deadline(seconds)
     while request_id not in d.outputs and not deadline.over():
         trace = d.queue("trace", request_id)
-        if not (yield from until(partial(getattr, trace, "done"), deadline)) or trace.answer.external_tokens:
-            return
+        if not (yield from until(partial(getattr, trace, "done"), deadline)):
+            return None
+        if trace.answer.external_tokens:
+            return trace.answer
         yield
+    return None
 
 
 def _let_run(seconds: float, *engines: SteppedEngine) -> Steps:

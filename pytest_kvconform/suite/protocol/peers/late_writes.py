@@ -5,7 +5,7 @@ from __future__ import annotations
 from pytest_kvconform.case import case
 from pytest_kvconform.kvspace.pools.diagnose import count_pool
 from pytest_kvconform.kvspace.pools.draw import draw_pool
-from pytest_kvconform.result import Evidence, Finding, Violation
+from pytest_kvconform.result import Evidence, Finding, NotApplicable, Violation
 from pytest_kvconform.rigs.bench import Bench
 from pytest_kvconform.rigs.peers.sleeping_peer import ABORT, LIMIT
 from pytest_kvconform.suite._peer_observations import (
@@ -47,4 +47,6 @@ def nothing_is_written_when_p_wakes(bench: Bench, variant: None) -> Evidence:
             )
     if outcome_of(observed.decodes["after"]) in (WRONG, STUCK):  # it may pass its time limit, too
         check_right("KV-FAIL-004", observed, bench.peers.lease_s, {"after": AFTER})
+    if not observed.numbers["loads"]:
+        raise NotApplicable("D begins no load from a P that stands still")
     return evidence(len(observed.audits), "pools", observed, given_up_early=len(given_up))
