@@ -170,6 +170,17 @@ class OneLoadHalf(Half):
         return (None, False) if answer[0] and self._loading else answer
 
 
+class BusyHalf(Half):
+    def get_num_new_matched_tokens(self, request: Any, computed: int) -> Any:
+        return (0, False) if self._loading else super().get_num_new_matched_tokens(request, computed)
+
+
+class ComputesWhenBusy(OtherHalf):
+    """Loads one request at a time. D computes the prompts of those that come meanwhile."""
+
+    half = BusyHalf
+
+
 class OneLoadAtATime(OtherHalf):
     """Loads one request after the other, for the sake of latency: the others are asked later. Requests that
     load nothing go on.

@@ -33,6 +33,7 @@ CASES = {
         "abort_leaves_other_requests_alone unreachable_peer_delays_no_other_request "
         "unreachable_peer_delays_no_other_load"
     ),
+    "ComputesWhenBusy": "abort_leaves_other_requests_alone shares_the_params_dict loads_the_same_as_alone",
     "OrdersLater": (
         "load_fills_the_allocated_blocks loads_the_same_as_alone corrupted_lists_fail_only_their_request"
     ),

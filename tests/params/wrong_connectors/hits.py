@@ -66,13 +66,19 @@ class KeepsWhatLoads(Right):
 class ForgetsTheOthers(Right):
     """Announces nothing to the next request when one was aborted."""
 
-    dropping = False
+    dropping, for_ever = False, False
 
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> Ended:
-        self.dropping = request.status.name == "FINISHED_ABORTED"
+        self.dropping = request.status.name == "FINISHED_ABORTED" or (self.dropping and self.for_ever)
         return super().request_finished_all_groups(request, block_ids)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Answer:
         if self.dropping and handed_over(request):
-            self.dropping, request.kv_transfer_params = False, None
+            self.dropping, request.kv_transfer_params = self.for_ever, None
         return super().get_num_new_matched_tokens(request, num_computed_tokens)
+
+
+class ForgetsAllOthers(ForgetsTheOthers):
+    """Announces nothing to any request after one was aborted."""
+
+    for_ever = True
