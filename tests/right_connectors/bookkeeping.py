@@ -5,13 +5,19 @@ Each is the reference connector but for what its docstring says.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import numpy as np
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, KVConnectorTransferResults
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+)
 
 from reference_connector import ReferenceConnector
 from reference_connector.connector import Metadata
@@ -20,6 +26,7 @@ from reference_connector.messages import Load, Orders
 from .leftovers import *  # noqa: F403  # for the tests
 
 Ended = tuple[bool, dict[str, Any] | None]
+KEY = "remote_block_ids"
 
 
 # ---- what the metadata of a step names ----
@@ -282,3 +289,61 @@ class ReadsNowAndThen(ReferenceConnector):
     def read_ledgers(self, peer: Any, ranks: Any, entry: int, deadline: float) -> Any:
         rests = deadline == float("inf") and next(self.releases) % 2
         return iter(()) if rests else self.plain(peer, ranks, entry, deadline)
+
+
+@dataclass
+class Written(KVConnectorMetadata):
+    orders: Any
+
+
+class PacksMetadata(ReferenceConnector):
+    """Its metadata is a string of bytes, in which nobody else finds requests and blocks."""
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        return Written(msgspec.msgpack.encode(self._scheduler.take_orders()))
+
+    def _get_connector_metadata(self) -> Any:
+        found = super()._get_connector_metadata()
+        return (
+            found if type(found) is Metadata else Metadata(msgspec.msgpack.decode(found.orders, type=Orders))
+        )
+
+
+class NamesRuns(ReferenceConnector):
+    """Metadata and params name blocks as [first, count] of each run."""
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        return Written(_with_blocks(msgspec.to_builtins(self._scheduler.take_orders()), _runs))
+
+    def _get_connector_metadata(self) -> Any:
+        if type(found := super()._get_connector_metadata()) is Metadata:
+            return found
+        return Metadata(msgspec.convert(_with_blocks(copy.deepcopy(found.orders), _blocks), Orders))
+
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> Ended:
+        keeps, params = super().request_finished_all_groups(request, block_ids)
+        return keeps, params and params | {KEY: [*map(_runs, params[KEY])]}
+
+    def on_new_request(self, request: Any) -> None:
+        params = request.kv_transfer_params
+        with contextlib.suppress(TypeError, ValueError, KeyError):  # of a router, or none
+            request.kv_transfer_params = params | {KEY: [*map(_blocks, params[KEY])]}
+        super().on_new_request(request)
+        request.kv_transfer_params = params
+
+
+def _runs(blocks: list[int]) -> list[list[int]]:
+    runs = np.split(np.array(blocks, int), np.flatnonzero(np.diff(blocks) != 1) + 1)
+    return [[int(run[0]), len(run)] for run in runs if len(run)]
+
+
+def _blocks(runs: list[list[int]]) -> list[int]:
+    return [first + further for first, count in runs for further in range(count)]
+
+
+def _with_blocks(orders: dict[str, Any], change: Any) -> dict[str, Any]:
+    for load in orders["loads"].values():
+        for group in load["groups"]:
+            group["blocks"] = change(group["blocks"])
+        load["handoff"][KEY] = [*map(change, load["handoff"][KEY])]
+    return orders

@@ -57,6 +57,17 @@ PROTOCOL = {
         "params_are_read_by_key",
         "params_name_the_final_blocks",
     ),
+    "PacksMetadata": (
+        "corrupted_params_fail_only_their_request",
+        "corrupted_lists_fail_only_their_request",
+        "params_are_read_by_key",
+        "p_survives_params_of_an_earlier_turn",
+    ),
+    "NamesRuns": (
+        "load_fills_the_allocated_blocks",
+        "params_name_the_final_blocks",
+        "params_are_read_by_key",
+    ),
     "CutsAgain": ("on_new_request_leaves_request_unchanged", "params_name_the_final_blocks"),
     "NoHeartbeat": (
         "p_is_freed_without_a_load",

@@ -57,7 +57,7 @@ def walk(root: Any, skip: Callable[[Any], bool] = lambda value: False) -> Iterat
             todo += [((*path, "key"), key) for key in value] + [
                 ((*path, str(key)), inner) for key, inner in list(value.items())
             ]
-        elif isinstance(value, (list, tuple, set, frozenset)) or type(value).__name__ == "deque":
+        elif isinstance(value, (list, tuple, set, frozenset, range)) or type(value).__name__ == "deque":
             todo += [((*path, "item"), inner) for inner in list(value)]
         elif type(value).__name__ == "ndarray":
             todo += [((*path, "item"), inner) for inner in value.ravel().tolist()]
@@ -96,6 +96,19 @@ def mentions(root: Any, word: str) -> tuple[str, ...]:
     return tuple(
         sorted({".".join(path) for path, value in walk(root) if isinstance(value, str) and word in value})
     )
+
+
+def is_opaque(root: Any) -> bool:
+    """Whether an object has parts of which `walk` shows nothing that tells requests and blocks: bytes, and
+    tensors.
+    """
+    found = [False]
+
+    def note(value: Any) -> bool:
+        found[0] |= bool(isinstance(value, (bytearray, memoryview))) or type(value).__name__ == "Tensor"
+        return False
+
+    return any(isinstance(value, bytes) and value for _, value in walk(root, note)) or found[0]
 
 
 def integers(root: Any) -> frozenset[int]:

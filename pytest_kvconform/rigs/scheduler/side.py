@@ -251,6 +251,12 @@ class Side(SideState):
         self.manager.block_pool.free_blocks(reversed(self._taken))
         self._taken = []
 
+    def scatter_free_blocks(self) -> None:
+        """Let the pool give no two neighbouring blocks in turn: a list of [first, count] names each block."""
+        self.take_all_free_blocks()
+        self._taken = [block for first in range(3) for block in self._taken[first::3]]
+        self.return_taken_blocks()
+
     def warm_prefix_cache(self, prompt: Iterable[int], tokens: int) -> None:
         """Compute the first `tokens` tokens of a prompt, so that the prefix cache of this side has them.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pytest_kvconform.case import case
 from pytest_kvconform.result import Evidence
 from pytest_kvconform.rigs.context import declared_amount
+from pytest_kvconform.rigs.scheduler.leaks import is_opaque
 from pytest_kvconform.rigs.scheduler.rig import Rig, Side
 from pytest_kvconform.suite.protocol._scenarios import (
     PROMPT,
@@ -81,10 +82,10 @@ def _loads_next(rig: Rig, p: Side, d: Side) -> int:
 
 def _workers_know(d: Side, id: str) -> bool:
     """Whether the metadata after the end of a request names it, so that the workers can report when its
-    blocks are of no more use to them. Lets them report it as sent.
+    blocks are of no more use to them. Lets them report it as sent. True also if it cannot be read.
     """
-    named = d.step().mentions(id)
-    if named:
+    step = d.step()
+    if named := step.mentions(id) or is_opaque(step.metadata):
         d.step(sent=[id])
     return named
 

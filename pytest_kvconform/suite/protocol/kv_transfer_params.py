@@ -141,7 +141,9 @@ def params_are_read_by_key(rig: Rig, way: str) -> Evidence:
         d.run(lambda: d.loads_started(third) > 0 or third in d.results)
         rig.step_until_ordered(d, third)
         loads = d.loads_started(third) > 0
-        if not (any(step.mentions(third) for step in d.steps) if loads else was_computed(d, third)):
+        names = any(step.mentions(d_id) for step in d.steps)
+        ordered_third = not names or any(step.mentions(third) for step in d.steps)
+        if not (ordered_third if loads else was_computed(d, third)):
             raise rig.violation(
                 "",
                 f"of two requests with the same params the second one is {d.status(third)}, and no step "
@@ -216,13 +218,12 @@ def _each_field(rig: Rig, how: str, lists: bool) -> Evidence:
     named = next((key for key, value in params.items() if value == p.transfer_ids[p_id]), ID)
     if rig.subject.handover == RENDEZVOUS and isinstance(table.get(named, {}).get(named), str):
         del table[named]  # P may begin a transfer of any id later: D may wait for it
-    names = any(map(p.owns_block, integers(params) & d.steps[-1].block_ids_for(d_id)))
+    ordered = d.steps[-1].block_ids_for(d_id)
+    names_own, names_p = (
+        any(map(side.owns_block, blocks)) for side, blocks in ((d, ordered), (p, integers(params) & ordered))
+    )
     return _run_each(
-        rig,
-        "D",
-        table,
-        how,
-        lambda d, params: _run_request(d, prompt, params, names),
+        rig, "D", table, how, lambda d, params: _run_request(d, prompt, params, names_own, names_p)
     )
 
 
@@ -248,12 +249,17 @@ def p_survives_params_of_an_earlier_turn(rig: Rig, variant: None) -> Evidence:
     needs_hand_over(rig)
     p = rig.side("P")
     prompt = rig.prompt(max(LONG, token_count(PROMPT, p.block_size)))
-    p_id, _ = rig.hand_over_and_load(p, rig.side("D"), prompt)
+    p_id, d_id = rig.hand_over_and_load(p, d := rig.side("D"), prompt)
+    names_own = any(map(d.owns_block, d.steps[-1].block_ids_for(d_id)))
     turn = p.kv_transfer_params(p_id) | {
         key: value for key, value in rig.prefill_params().items() if value is not None
     }
     return _run_each(
-        rig, "P", {"params of an earlier turn": turn}, "", lambda p, params: _run_request(p, prompt, params)
+        rig,
+        "P",
+        {"params of an earlier turn": turn},
+        "",
+        lambda p, params: _run_request(p, prompt, params, names_own),
     )
 
 
@@ -295,20 +301,26 @@ def _run_each(
     return Evidence(looked_at=len(table), unit="params")
 
 
-def _run_request(side: Side, prompt: tuple[int, ...], params: dict[str, Any], names: bool = False) -> str:
+def _run_request(
+    side: Side,
+    prompt: tuple[int, ...],
+    params: dict[str, Any],
+    names_own: bool = True,
+    names_p: bool = False,
+) -> str:
     """Return what goes wrong with a request that has these params, or "".
 
-    A load that is ordered is reported as failed. `names`: whether the metadata of a load names blocks of P
-    that the params name.
+    A load that is ordered is reported as failed. `names_own`, `names_p`: whether the metadata of a right load
+    names blocks of this side, and blocks of P that the params name.
     """
     id = side.add(prompt, params)
     side.rig.step_until_matched(side, id)
     if side.waits_for_remote_kv(id):
         step = side.rig.step_until_ordered(side, id)
         blocks, ordered = integers(params), step.block_ids_for(id)
-        if not any(map(side.owns_block, ordered)):
+        if names_own and not any(map(side.owns_block, ordered)):
             return "the request waits for ever: its load was announced, and none is ordered"
-        if names and not blocks & ordered:
+        if names_p and not blocks & ordered:
             return "the request waits for a load of nothing: the metadata names no block to load from"
         side.step(failed=[id])
     side.run(sent=True, limit=20)

@@ -191,6 +191,7 @@ def params_name_the_final_blocks(rig: Rig, way: str) -> Evidence:
     """The params name the blocks that P has at the end, whatever blocks it had before."""
     needs_hand_over(rig)
     p = rig.side("P")
+    p.scatter_free_blocks()  # the params may name blocks as runs
     prompt = rig.prompt(token_count(PROMPT, p.block_size))
     id = p.add(prompt, rig.prefill_params(), max_tokens=2 if way == "two_tokens" else 1)
     before: set[int] = set()

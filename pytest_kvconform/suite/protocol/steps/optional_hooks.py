@@ -8,6 +8,7 @@ from model_matrix import load_geometries
 from model_matrix.geometries import State
 from pytest_kvconform.case import case
 from pytest_kvconform.result import Cell, Evidence, NotApplicable
+from pytest_kvconform.rigs.scheduler.leaks import is_opaque
 from pytest_kvconform.rigs.scheduler.rig import Rig, Side
 from pytest_kvconform.suite.interface.capabilities import truth
 from pytest_kvconform.suite.protocol._scenarios import PROMPT, report_all, token_count
@@ -63,7 +64,7 @@ def _require_order(rig: Rig, p: Side, id: str, block: int) -> None:
     """Raise Violation unless the metadata orders something of this block or request."""
     for _ in range(ORDERED):
         last = p.step()
-        if last.mentions(id) or block in last.block_ids_for(id):
+        if last.mentions(id) or block in last.block_ids_for(id) or is_opaque(last.metadata):
             return
     raise rig.violation(
         "",
