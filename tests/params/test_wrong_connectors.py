@@ -167,6 +167,14 @@ WRONG = [
         {r"abort_leaves_other_requests_alone\[\w+\]": r"which loaded 0 tokens, computed 53"},
         rules="KV-ABORT-001",
     ),
+    Wrong(
+        "WaitsForItsTwin",
+        {
+            "abort_leaves_its_twin_alone": r"^\S+ was aborted while it loaded, and \S+ has its params: in "
+            r"\d+ steps get_num_new_matched_tokens knew no answer for \S+: it waits$"
+        },
+        rules="KV-ABORT-001",
+    ),
     # Other connectors in MultiConnector.
     Wrong(
         "LoadsByBlocks",
@@ -247,6 +255,11 @@ def test_a_right_connector_passes(
     assert set(run.outcomes) == passed, run.findings
     assert len(passed) > 30
     assert (run.verdict.word, run.verdict.exit_code) == ("CONFORMS", 0)
+
+
+def test_a_request_may_wait_for_the_load_of_another_one(run_cases: Callable[..., CellRun]) -> None:
+    run = run_cases("LetsItsTwinGo", "llama3_1_8b", "P1D1", only=of(ABORTS))
+    assert set(run.outcomes.values()) == {"PASS"}, run.findings
 
 
 # ---- vLLM's own: docs/findings.md ----------------------------------------------------------------

@@ -62,7 +62,7 @@ CLOCKS, DRAFTS = "wall_clocks_may_differ_and_jump", "kv_arrives_beside_slots_of_
 DIFFER = "loads_are_made_although_clocks_differ"
 KINDS, EMBEDS = "requests_of_every_kind_end", "loads_belong_to_their_own_embeddings[saved]"
 OF_ANOTHER = r"\(request 1\), token \d+ in block \d+ of \S+ is token \d+ of request 0, computed by engine 0"
-MORE = r"after 480 more requests, {}: {} half: {} holds \d+ things, \d+ more than 480 requests ago"
+MORE = r"after 608 more requests, {}: {} half: {} holds \d+ things, \d+ more than 608 requests ago"
 WRONG = [
     Wrong("IgnoresPreemptions", {PREEMPTED: OF_ANOTHER}, rules="KV-PREEMPT-001"),
     Wrong(
@@ -81,6 +81,8 @@ WRONG = [
     ),
     Wrong("KeepsBlockIds", {BOUNDED: MORE.format("P0", "scheduler", r"tables\.\*")}, rules="KV-MANY-002"),
     Wrong("KeepsHandles", {BOUNDED: MORE.format("D0", "worker", "handles")}, rules="KV-MANY-002"),
+    Wrong("LeaksLoads", {BOUNDED: MORE.format("D0", "scheduler", "kept")}, rules="KV-MANY-002"),
+    Wrong("LeaksAborts", {BOUNDED: MORE.format("D0", "scheduler", "kept")}, rules="KV-MANY-002"),
     Wrong("KeepsResults", {BOUNDED: MORE.format("P0", "worker", "records")}, rules="KV-MANY-002"),
     Wrong(
         "PacksInto16Bits", {f"{FAR}[P]": r"is zeros: it was never written|no word"}, rules="KV-NUMBERS-001"

@@ -30,7 +30,7 @@ def test_places_are_those_of_attributes_and_not_of_keys() -> None:
     }
 
 
-def test_growth_is_half_a_thing_for_each_request() -> None:
-    assert growth({"a": 100}, {"a": 147, "b": 1}, 96) == ""
-    assert growth({}, {}, 96) == ""
-    assert growth({"a": 100}, {"a": 148, "b": 1}, 96) == "a holds 148 things, 48 more than 96 requests ago"
+def test_growth_is_four_things_for_ten_requests() -> None:
+    assert growth({"a": 100}, {"a": 139, "b": 1}, 100) == ""
+    assert growth({}, {}, 100) == ""
+    assert growth({"a": 100}, {"a": 140, "b": 1}, 100) == "a holds 140 things, 40 more than 100 requests ago"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pytest_kvconform.case import case
-from pytest_kvconform.result import Evidence
+from pytest_kvconform.result import Evidence, Violation
 from pytest_kvconform.rigs.context import declared_amount
 from pytest_kvconform.rigs.scheduler.leaks import is_opaque
 from pytest_kvconform.rigs.scheduler.rig import Rig, Side
@@ -70,6 +70,34 @@ def abort_leaves_other_requests_alone(rig: Rig, state: str) -> Evidence:
             "other request",
         )
     return Evidence(looked_at=len(d.steps), unit="steps", external_tokens=given)
+
+
+@case("KV-ABORT-001", rig="scheduler")
+def abort_leaves_its_twin_alone(rig: Rig, variant: None) -> Evidence:
+    """D aborts the first of two requests with the same prompt and the same params while it loads.
+
+    The other one ends, whether it loads or has waited for what the first one brings. Nothing is left.
+    """
+    needs_hand_over(rig)
+    p, d = rig.side("P"), rig.side("D", policy="recompute")
+    prompt = rig.prompt(token_count(PROMPT, d.block_size))
+    first, id = rig.hand_over_and_load(p, d, prompt, max_tokens=2)
+    twin = d.add(prompt, p.kv_transfer_params(first), max_tokens=2)
+    d.step()
+    d.abort(id)
+    d.step(received=[id] if id in d.delayed_free_requests() else ())
+    try:
+        d.run(lambda: twin in d.results)
+    except Violation as broken:
+        happened = f"{id} was aborted while it loaded, and {twin} has its params: {broken.finding.happened}"
+        raise rig.violation("", happened, broken.finding.differs) from None
+    if d.results[twin].finish != "length":
+        raise rig.violation(
+            "", f"{id} was aborted while it loaded, and {twin}, with its params, ended with {d.results[twin]}"
+        )
+    p.step(sent=p.delayed_free_requests())
+    rig.require_no_leaks(p, d)
+    return Evidence(looked_at=len(d.steps), unit="steps", external_tokens=d.first_external_tokens(twin))
 
 
 def _loads_next(rig: Rig, p: Side, d: Side) -> int:

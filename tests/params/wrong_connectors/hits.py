@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_cache_interface import MambaSpec
 
 from .right import Answer, Ended, Right, handed_over
@@ -76,6 +77,47 @@ class ForgetsTheOthers(Right):
         if self.dropping and handed_over(request):
             self.dropping, request.kv_transfer_params = self.for_ever, None
         return super().get_num_new_matched_tokens(request, num_computed_tokens)
+
+
+class WaitsForItsTwin(Right):
+    """Answers None for a request whose params another one loads with, until a load of a request that it knows
+    is reported: the second one then hits D's prefix cache.
+    """
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any):
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.loading: dict[str, str] = {}  # request -> the one of P whose KV it loads
+        self.ended: set[str] = set()
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Answer:
+        first = (request.kv_transfer_params or {}).get("remote_request_id")
+        others = {of for name, of in self.loading.items() if name != request.request_id}
+        if handed_over(request) and first in others:
+            return None, False
+        return super().get_num_new_matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        if num_external_tokens:
+            self.loading[request.request_id] = request.kv_transfer_params["remote_request_id"]
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        for name in connector_output.finished_recving or ():
+            if name not in self.ended:
+                self.loading.pop(name, None)
+        super().update_connector_output(connector_output)
+
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> Ended:
+        self.ended.add(request.request_id)
+        return super().request_finished_all_groups(request, block_ids)
+
+
+class LetsItsTwinGo(WaitsForItsTwin):
+    """Right: a load that is aborted keeps nobody waiting."""
+
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> Ended:
+        self.loading.pop(request.request_id, None)
+        return super().request_finished_all_groups(request, block_ids)
 
 
 class ForgetsAllOthers(ForgetsTheOthers):

@@ -120,6 +120,33 @@ class KeepsHandles(ReferenceConnector):
         return results
 
 
+class LeaksLoads(ReferenceConnector):
+    """Wrong: keeps an entry for each request that is aborted while it loads."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any):
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.kept: dict[str, float] = {}
+
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> Ended:
+        if request.request_id in self._scheduler._loading:
+            self.kept[request.request_id] = time.monotonic()
+        return super().request_finished_all_groups(request, block_ids)
+
+
+class LeaksAborts(LeaksLoads):
+    """Wrong: keeps the lease of each request that is aborted on D, whatever the request does then."""
+
+    def on_new_request(self, request: Any) -> None:
+        super().on_new_request(request)
+        if handoff := self._scheduler._handoffs.get(request.request_id):
+            request.__dict__["its_lease"] = handoff.remote_lease
+
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> Ended:
+        if request.status.name == "FINISHED_ABORTED" and "its_lease" in request.__dict__:
+            self.kept[request.__dict__["its_lease"]] = time.monotonic()
+        return ReferenceConnector.request_finished_all_groups(self, request, block_ids)
+
+
 class RemembersSome(ReferenceConnector):
     """Right: its worker half remembers the last 64 loads, to tell late messages from nonsense."""
 

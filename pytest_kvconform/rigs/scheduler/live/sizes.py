@@ -7,7 +7,7 @@ from typing import Any
 
 from pytest_kvconform.rigs.scheduler.leaks import DEEP, MANY, attributes, has_limit, is_not_ours
 
-SHARE = 0.5  # a container that grows by so many things a request grows with the requests
+SHARE = 0.4  # a container that grows by so many things a request grows with all requests, or half of them
 CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 
 

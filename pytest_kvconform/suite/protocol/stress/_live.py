@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from model_matrix import parse_topology
@@ -86,6 +87,30 @@ def decode(
         )
         for owner, prompt in prompts.items()
     ]
+
+
+@contextlib.contextmanager
+def abort_once_admitted(live: Any, ids: Iterable[str]) -> Iterator[None]:
+    """Abort each of these requests of D in the step in which it is admitted, for as long as the block lasts.
+
+    vLLM takes aborts between the step of the workers and update_from_output (EngineCore.step). So a load that
+    ends within that step is still under way for the scheduler half.
+    """
+    side, left = live.d.side, set(ids)
+    work = side.worker
+
+    def work_and_abort(output: Any) -> Any:
+        reported = work(output)
+        for id in [id for id in left if side.status(id) != "WAITING"]:
+            left.remove(id)
+            side.abort_in_next_step(id)
+        return reported
+
+    side.worker = work_and_abort
+    try:
+        yield
+    finally:
+        side.worker = work
 
 
 def settle(live: Any, ids: Iterable[str], d: Any = None, released: bool = True) -> None:

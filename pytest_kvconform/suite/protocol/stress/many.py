@@ -10,6 +10,7 @@ from pytest_kvconform.result import Evidence
 from pytest_kvconform.rigs.scheduler.rig import Rig
 from pytest_kvconform.suite.protocol.stress._live import (
     Prompts,
+    abort_once_admitted,
     decode,
     in_full,
     loaded,
@@ -20,9 +21,10 @@ from pytest_kvconform.suite.protocol.stress._live import (
 )
 
 AT_ONCE = 64  # loads in flight
-ROUND, ABORTED = 32, 8  # requests of a round, and how many of them are aborted while they load
+ROUND = 32  # requests of a round: one half is aborted while it loads, and something may leak with each half
 ROUNDS = 3  # before the memory is measured, and between
-MORE = 6  # rounds of AT_ONCE, if something has grown: a memory of some hundred requests is right
+MORE = 8  # rounds of AT_ONCE, if something has grown: a memory of some hundred requests is right
+P_BLOCKS = 1600  # of P, which may keep those of every load that was aborted until a lease ends
 LATER_S = 86_400.0  # a connector may forget requests after some time
 
 
@@ -56,10 +58,11 @@ def memory_of_both_halves_is_bounded(rig: Rig, variant: None) -> Evidence:
 
     The same prompts come again and again: what a store keeps of them does not grow either.
     """
+    from pytest_kvconform.rigs.scheduler.live.config import LiveSpec
     from pytest_kvconform.rigs.scheduler.live.pair import live_engines
     from pytest_kvconform.rigs.scheduler.live.sizes import SHARE, growth
 
-    with live_engines(rig) as live:
+    with live_engines(rig, LiveSpec("P", blocks=P_BLOCKS)) as live:
 
         def grown() -> list[tuple[str, str]]:
             """Name of an engine and sentence about its connector, of those that have grown."""
@@ -95,18 +98,17 @@ def _after(live: Any, prompts: Prompts, rounds: int) -> list[dict[str, int]]:
 
 
 def _round(live: Any, prompts: Prompts) -> None:
-    """Hand all prompts over at once; some are aborted while they load. Then the harness forgets them.
+    """Hand all prompts over at once; half of many are aborted while they load. Then the harness forgets them.
 
     P may keep the blocks of aborted ones until a lease ends: that is judged by other cases.
     """
     prefills = prefill(live, prompts)
+    live.d.evict_prefix_cache()  # so that D loads all of each prompt in every round
     ids = decode(live, prompts, prefills)
-    live.d.step()
-    aborted = ABORTED if len(ids) > ABORTED else 0
-    for id in ids[:aborted]:
-        live.d.abort(id)
+    aborted = len(ids) // 2 if len(ids) >= ROUND else 0
     live.aborted |= set(list(prefills.values())[:aborted])
-    live.settle(lambda: live.d.ended(ids) and not live.d.kept(), "requests of D")
+    with abort_once_admitted(live, ids[:aborted]):
+        live.settle(lambda: live.d.ended(ids) and not live.d.kept(), "requests of D")
     live.settle(lambda: live.p.kept() <= live.aborted, "releases")
     live.check()
     for engine in live.engines:

@@ -1,0 +1,88 @@
+"""What stores load of blocks that sampled tokens have filled is what was computed."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.case_runner import CaseRunner, CellRun
+from tests.helpers.fixtures import ROOT, importable_from, must_be_installed
+
+CASE = "sampled_tokens_are_loaded_as_computed"
+OTHERS = "tests.right_connectors.stores"
+BLOCK = 16
+
+
+@pytest.fixture(scope="module")
+def case_runner() -> Iterator[CaseRunner]:
+    must_be_installed()
+    with importable_from(ROOT):
+        runner = CaseRunner("tests.store.generated", "protocol", ("llama3_1_8b",))
+        yield runner
+        assert runner.close() == []
+
+
+@pytest.fixture
+def run_case(case_runner: CaseRunner, tmp_path: Path) -> Callable[..., CellRun]:
+    """Run the case on a store."""
+
+    def run(store: str, profile: str = "store", **declared: int) -> CellRun:
+        return case_runner.run(
+            store,
+            "llama3_1_8b",
+            setup="b16",
+            profile=profile,
+            config=json.dumps({"kv_connector_extra_config": {"shared_storage_path": str(tmp_path)}}),
+            declared=declared,
+            only=lambda planned: planned.case.name == CASE,
+        )
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("store", "profile", "blocks"),
+    [
+        ("Right", "store", 2 + 4),  # the second and the third prompt: all whole blocks that were computed
+        (f"{OTHERS}:Evicts", "store", 2 + 4),
+        (f"{OTHERS}:WritesBehind", "store", 1),
+        (f"{OTHERS}:LooksUpInTheBackground", "store", 1),
+        (f"{OTHERS}:InMemory", "same-engine", 1),
+        ("tests.scheduler.live_connectors:BlockStore", "store", 1 + 3),  # saves prompts alone
+    ],
+)
+def test_a_right_store_passes(
+    run_case: Callable[..., CellRun], store: str, profile: str, blocks: int
+) -> None:
+    found = run_case(store, profile)
+    assert found.outcomes == {CASE: "PASS"}, (found.findings, found.reasons)
+    assert found.evidence[CASE].external_tokens >= blocks * BLOCK
+
+
+def test_prompts_are_as_long_as_a_store_needs_them(run_case: Callable[..., CellRun]) -> None:
+    found = run_case("Right", load_granularity=256)
+    assert found.outcomes == {CASE: "PASS"}, (found.findings, found.reasons)
+    assert found.evidence[CASE].external_tokens == (15 + 17) * BLOCK
+
+
+@pytest.mark.parametrize("store", ["SavesBeforeTheForward", "SavesWithTheLoads", "SavesTheLastToken"])
+def test_a_store_that_saves_what_is_not_computed_is_found(
+    run_case: Callable[..., CellRun], store: str
+) -> None:
+    finding = run_case(store).findings[CASE]
+    token = (3 if store == "SavesTheLastToken" else 2) * BLOCK - 1
+    assert finding.rule == "KV-BYTES-001"
+    assert re.fullmatch(
+        rf"after the load of \S+ \(request 0\), token {token} in block \d+ of \S+ is .*\. Tokens 21 to 47 "
+        r"were sampled for \S+, which computed KV of all of them but the last",
+        finding.happened,
+    ), finding.happened
+
+
+def test_a_pair_hands_over_what_p_computed_and_generates_nothing(run_case: Callable[..., CellRun]) -> None:
+    found = run_case("reference_connector:ReferenceConnector", "")
+    assert found.outcomes == {CASE: "NOT-APPLICABLE"}
