@@ -25,6 +25,8 @@ WRONG = {
     "MovesNothing",
     "OneContextAndAThread",
     "ReplacesOnce",
+    "TrackedAndAProcess",
+    "LeavesAFork",
     "LongerMemory",
     "HoldsBlocksForEver",
     "FindsNothing",
