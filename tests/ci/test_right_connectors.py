@@ -30,6 +30,7 @@ WRONG = {
     "LongerMemory",
     "HoldsBlocksForEver",
     "FindsNothing",
+    "KeepsWhatTheLastStepLacks",
 }
 OTHERS = {"TcpPull", "SavesBeforeReuse", "HoldsBlocks"} | BASES | WRONG
 

@@ -24,7 +24,8 @@ case_runner, run_cases = fixtures(
     ),
 )
 
-HOLDING = ("saved_prompts_load_with_a_step_in_flight", "preempted_blocks_are_never_read_again")
+IN_FLIGHT = "saved_prompts_load_with_a_step_in_flight"
+HOLDING = (IN_FLIGHT, "preempted_blocks_are_never_read_again")
 
 
 @pytest.fixture(scope="module")
@@ -51,8 +52,27 @@ def test_blocks_are_held_until_they_are_saved(
     if store == "HoldsBlocks":
         assert run.outcomes == dict.fromkeys(HOLDING, "PASS"), run.findings
     else:
-        found = run.findings["saved_prompts_load_with_a_step_in_flight"]
+        found = run.findings[IN_FLIGHT]
         assert found.rule == "KV-FINISH-003" and "still have owners" in found.differs
+
+
+@pytest.mark.parametrize("store", ["SavesInBackground", "KeepsWhatTheLastStepLacks"])
+def test_blocks_are_kept_only_while_a_save_is_under_way(
+    scheduler_runner: CaseRunner, store: str, tmp_path: Path
+) -> None:
+    run = scheduler_runner.run(
+        store,
+        "llama3_1_8b",
+        setup="b16",
+        profile="store",
+        config=json.dumps({"kv_connector_extra_config": {"shared_storage_path": str(tmp_path)}}),
+        only=lambda planned: planned.case.name in HOLDING,
+    )
+    if store == "SavesInBackground":
+        assert run.outcomes == dict.fromkeys(HOLDING, "PASS"), run.findings
+    else:
+        assert run.findings[IN_FLIGHT].rule == "KV-ASYNC-001", run.findings
+        assert run.findings[IN_FLIGHT].happened.startswith("with a step in flight"), run.findings
 
 
 def test_freed_blocks_may_be_read_until_another_request_gets_them(run_cases: Callable[..., CellRun]) -> None:
