@@ -92,6 +92,21 @@ def test_the_size_of_the_pool_is_known_to_every_rank(run_cases: Callable[..., Ce
     assert len(run.results) > 5 and {name: run.findings.get(name) for name in _not_passed(run)} == {}
 
 
+def test_a_store_that_keeps_blocks_now_and_then_moves_every_byte(
+    case_runner: CaseRunner, tmp_path: Path
+) -> None:
+    run = case_runner.run(
+        "SavesInBackground",
+        "llama3_1_8b",
+        setup="b16",
+        profile="store",
+        variants="n17 n55 reused two_at_once preempted_on_p hit1",
+        config=json.dumps({"kv_connector_extra_config": {"shared_storage_path": str(tmp_path)}}),
+        only=lambda planned: planned.module in ("bytes/handover", "bytes/pool", "bytes/blocks"),
+    )
+    assert len(run.results) > 15 and {name: run.findings.get(name) for name in _not_passed(run)} == {}
+
+
 @pytest.mark.parametrize(
     ("store", "save_delay", "rules"),
     [
