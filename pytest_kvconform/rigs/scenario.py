@@ -41,6 +41,11 @@ class Scenario:
     def __str__(self) -> str:
         return self.name
 
+    @property
+    def unread(self) -> bool:
+        """Whether D reads nothing that P keeps for it: D aborts first, or has whole prompts in its cache."""
+        return self.abort == "waiting" or (not self.due and any(prompt.warm for prompt in self.prompts))
+
     def expanded(self) -> tuple[Prompt, ...]:
         """One prompt per request on D."""
         return self.prompts * self.n

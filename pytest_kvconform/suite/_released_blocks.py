@@ -10,11 +10,16 @@ SAVES = "the connector never reported the end of a save, so the scheduler keeps 
 
 
 def check_all_freed(
-    usages: dict[str, Usage], released: Release | None, bytes_moved: int, store: bool = False
+    usages: dict[str, Usage],
+    released: Release | None,
+    bytes_moved: int,
+    store: bool = False,
+    rule_of_p: str = "KV-BLOCKS-001",
 ) -> Evidence:
     """Check KV-BLOCKS-001: engines hold nothing after every request has ended. Raises Violation.
 
-    `usages`: role -> what it holds. `store`: P hands nothing over, and saves.
+    `usages`: role -> what it holds. `store`: P hands nothing over, and saves. `rule_of_p`: the rule that
+    blocks which P keeps break.
     """
     waited_s, took_s = (released.waited_s, released.took_s) if released else (0.0, 0.0)
     for role, usage in usages.items():
@@ -23,7 +28,7 @@ def check_all_freed(
         if held or usage.requests or groups:
             raise Violation(
                 Finding(
-                    rule="KV-BLOCKS-001",
+                    rule=rule_of_p if role == "P" else "KV-BLOCKS-001",
                     happened=f"{waited_s:.3g} s after the last token {role} still holds "
                     f"{held} of "
                     f"{usage.total_blocks} blocks and {len(usage.requests)} requests",

@@ -19,17 +19,21 @@ from tests.helpers.fixtures import ROOT, must_be_installed
 SCRIPT = ROOT / "ci" / "right_connectors.py"
 HERE = ROOT / "tests" / "right_connectors"
 # Classes that no run needs: bases, the wrong connectors beside the right ones, and those that know one rank
-# or one kind of layers; tests/faults, tests/peers and test_reuse.py run the cases that they are for.
+# or one kind of layers, or of which scripted workers cannot report all; tests/faults, tests/peers and
+# test_reuse.py run the cases that they are for.
 BASES = {"Right", "StopsElsewhere", "LessOfSome", "OtherHalf"}
 WRONG = {
     "MovesNothing",
     "OneContextAndAThread",
     "ReplacesOnce",
+    "TrackedAndAProcess",
+    "LeavesAFork",
     "LongerMemory",
     "HoldsBlocksForEver",
     "FindsNothing",
+    "KeepsWhatTheLastStepLacks",
 }
-OTHERS = {"TcpPull", "SavesBeforeReuse", "HoldsBlocks"} | BASES | WRONG
+OTHERS = {"TcpPull", "SavesBeforeReuse", "HoldsBlocks", "SavesInBackground"} | BASES | WRONG
 
 
 @pytest.fixture(scope="module")

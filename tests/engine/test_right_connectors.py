@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 
 import pytest
@@ -53,3 +54,29 @@ def test_d_hits_whole_blocks_of_a_second_turn_and_gets_the_rest_and_the_state(
         run.evidence[f"{name}[second_turn]"] for name in ("attention_kv_arrives", "recurrent_state_arrives")
     )
     assert evidence.notes["bytes pulled"] == sum(one.bytes_moved for one in arrived)
+
+
+@pytest.mark.parametrize("leases", [True, False])
+@pytest.mark.parametrize(
+    ("connector", "variant", "rule"),
+    [
+        ("TellsNobodyOfAborts", "abort_waiting", "KV-ABORT-002"),
+        ("TellsNobodyOfHits", "full_hit", "KV-HIT-001"),
+    ],
+)
+def test_blocks_that_d_does_not_read_may_stay_until_the_lease_ends(
+    run_cases: Callable[..., CellRun], connector: str, variant: str, rule: str, leases: bool
+) -> None:
+    """They break a SHOULD, and no other scenario finds them; without leases they are lost."""
+    lease = leases or {"unsupported": "P keeps blocks for ever"}
+    run = run_cases(
+        connector,
+        "llama",
+        variants=f"n64 {variant} two_samples abort_loading",
+        declared={"features": json.dumps({"lease": lease})},
+        only=lambda planned: planned.case.name == "all_blocks_are_freed",
+        scale=0.3,
+    )
+    found = {name: finding.rule for name, finding in run.findings.items()}
+    assert found == {f"all_blocks_are_freed[{variant}]": rule if leases else "KV-BLOCKS-001"}
+    assert set(run.outcomes.values()) == {"PASS", "FAIL"} and len(run.outcomes) == 4

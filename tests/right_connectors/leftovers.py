@@ -1,13 +1,16 @@
-"""Connectors that keep something: of requests that have ended, or threads after shutdown()."""
+"""Connectors that keep something: of requests that have ended, or threads and processes after shutdown()."""
 
 from __future__ import annotations
 
 import collections
 import itertools
+import multiprocessing
+import subprocess
 import threading
 import time
 import weakref
 from collections.abc import Iterator
+from multiprocessing.shared_memory import SharedMemory
 from typing import Any, ClassVar
 
 import zmq
@@ -190,3 +193,57 @@ class ReplacesOnce(ReplacesItsThread):
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any):
         self.keeps = 1 if next(self.built) <= OF_TWO_ENGINES else 99
         super().__init__(vllm_config, role, kv_cache_config)
+
+
+# ---- processes that Python's multiprocessing starts once for a process, and does not end ----
+
+
+class Tracked(ReferenceConnector):
+    """Its workers have a page of shared memory, for which Python starts its resource tracker: a process."""
+
+    page: SharedMemory | None = None
+
+    def register_kv_caches(self, kv_caches: Any) -> None:
+        super().register_kv_caches(kv_caches)
+        self.page = SharedMemory(create=True, size=4096)
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        if page := self.page:
+            self.page = None
+            page.close()
+            page.unlink()
+
+
+class TrackedAndAProcess(Tracked):
+    """Wrong: besides, each engine leaves a process of its own."""
+
+    left: ClassVar[list[Any]] = []  # or Python would look for their ends
+
+    def register_kv_caches(self, kv_caches: Any) -> None:
+        super().register_kv_caches(kv_caches)
+        self.left.append(subprocess.Popen(["sleep", "1000"]))
+
+
+class ForksByAServer(ReferenceConnector):
+    """A helper process of its workers comes from Python's fork server, and ends with the connector."""
+
+    helper: Any = None
+
+    def register_kv_caches(self, kv_caches: Any) -> None:
+        super().register_kv_caches(kv_caches)
+        self.helper = multiprocessing.get_context("forkserver").Process(target=time.sleep, args=(1000,))
+        self.helper.start()
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        if self.helper:
+            self.helper.kill()
+            self.helper = self.helper.join()
+
+
+class LeavesAFork(ForksByAServer):
+    """Wrong: the helper process stays."""
+
+    def shutdown(self) -> None:
+        ReferenceConnector.shutdown(self)

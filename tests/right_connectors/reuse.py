@@ -1,12 +1,17 @@
-"""Connectors that look at what vLLM tells of its pool: its size, who gets a block next, who holds it."""
+"""Connectors that look at what vLLM tells of its pool, its size, who gets a block next, who holds it; and
+stores that save in the background.
+"""
 
 from __future__ import annotations
 
+import itertools
 import socket
 import threading
+import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, KVConnectorWorkerMetadata
@@ -167,7 +172,7 @@ class HoldsBlocksForEver(HoldsBlocks):
 
 @dataclass
 class Written(KVConnectorWorkerMetadata):
-    """Key of each block that is written -> by how many ranks."""
+    """What is written, a block by its key or a save by its request -> how often, by all ranks."""
 
     keys: Counter[str]
 
@@ -224,3 +229,97 @@ class FindsNothing(FindsLater):
 
     def update_connector_output(self, connector_output: Any) -> None:
         pass
+
+
+# ---- a store that keeps blocks as long as it needs them ----
+
+
+@dataclass
+class KeepingOrders(StoreOrders):
+    """The orders of a step, and requests that have ended and whose blocks are kept until they are saved."""
+
+    kept: set[str] = field(default_factory=set)
+
+
+class SavesInBackground(WholeBlocks):
+    """Saves in threads, which are quick or slow, and keeps the blocks of a request only if a save of them is
+    under way at its end: as OffloadingConnector.
+    """
+
+    pauses: ClassVar[Iterator[float]] = itertools.cycle((0.0, SAVES_S))  # seconds
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any):
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.under_way: Counter[str] = Counter()  # scheduler half: request -> saves, of all ranks
+        self.kept: set[str] = set()  # requests that have ended since the last step
+        self.saving: list[tuple[str, threading.Thread]] = []  # worker half: request, its save
+        self.owed: set[str] = set()  # requests whose saves the scheduler waits for
+
+    # ---- scheduler half ------------------------------------------------------------------------------------
+
+    def build_connector_meta(self, scheduler_output: Any) -> KeepingOrders:
+        orders = super().build_connector_meta(scheduler_output)
+        self.under_way.update(dict.fromkeys(orders.saves, self.ranks))
+        kept, self.kept = self.kept, set()
+        return KeepingOrders(orders.loads, orders.saves, orders.flush, kept)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        if isinstance(of_workers := connector_output.kv_connector_worker_meta, Written):
+            self.under_way -= of_workers.keys
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        super().request_finished(request, block_ids)
+        keeps = self.under_way.pop(request.request_id, 0) > 0
+        if keeps:
+            self.kept.add(request.request_id)
+        return keeps, None
+
+    # ---- worker half ---------------------------------------------------------------------------------------
+
+    def wait_for_save(self) -> None:
+        for id, parts in self._get_connector_metadata().saves.items():
+            pause = next(self.pauses)
+            thread = threading.Thread(target=self.save_after, args=(pause, parts))
+            thread.start()
+            if not pause:
+                thread.join()
+            self.saving.append((id, thread))
+
+    def save_after(self, pause: float, parts: list[Any]) -> None:
+        time.sleep(pause)
+        self.save(parts)
+
+    def end_saves(self) -> None:
+        for _, thread in self.saving:
+            thread.join()
+
+    def handle_preemptions(self, kv_connector_metadata: Any) -> None:
+        if kv_connector_metadata.flush:
+            self.end_saves()
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        self.owed |= self._get_connector_metadata().kept
+        saved = self.owed - {id for id, thread in self.saving if thread.is_alive()}
+        self.owed -= saved
+        return saved or None, None
+
+    def build_connector_worker_meta(self) -> Written | None:
+        alive = [(id, thread) for id, thread in self.saving if thread.is_alive()]
+        ended = Counter(id for id, _ in self.saving) - Counter(id for id, _ in alive)
+        self.saving = alive
+        return Written(ended) if ended else None
+
+    def shutdown(self) -> None:
+        self.end_saves()
+
+
+class KeepsWhatTheLastStepLacks(SavesInBackground):
+    """Wrong: it keeps blocks for ever if the last build_connector_meta did not name their request."""
+
+    def build_connector_meta(self, scheduler_output: Any) -> KeepingOrders:
+        self.last = set(scheduler_output.num_scheduled_tokens)
+        return super().build_connector_meta(scheduler_output)
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        keeps, _ = super().request_finished(request, block_ids)
+        return keeps or request.request_id not in self.last, None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from functools import partial
 
@@ -100,6 +101,12 @@ INTERFACE = {
     "OneContext": ("no_threads_ports_or_processes_left", "next_engine_starts_on_same_port"),
     "ReplacesItsThread": ("no_threads_ports_or_processes_left", "next_engine_starts_on_same_port"),
     "ReplacesAtLeisure": ("no_threads_ports_or_processes_left", "next_engine_starts_on_same_port"),
+    "Tracked": (
+        "no_threads_ports_or_processes_left",
+        "shutdown_twice_is_harmless",
+        "next_engine_starts_on_same_port",
+    ),
+    "ForksByAServer": ("no_threads_ports_or_processes_left", "next_engine_starts_on_same_port"),
 }
 case_runner, run_cases = fixtures(
     lambda: CaseRunner("tests.right_connectors.bookkeeping", "protocol", GEOMETRIES, "full"),
@@ -164,6 +171,16 @@ def test_a_thread_of_each_engine_is_told_from_those_of_the_process(
     ]
 
 
+@pytest.mark.parametrize("connector", ["TrackedAndAProcess", "LeavesAFork"])
+def test_a_process_of_an_engine_is_told_from_those_of_python(
+    run_cases: Callable[..., CellRun], connector: str
+) -> None:
+    case = "no_threads_ports_or_processes_left"
+    run = run_cases("interface", connector, "llama3_1_8b", (case,))
+    assert run.findings[case].rule == "KV-SHUTDOWN-001"
+    assert re.search(r"there are still 1 processes \(\d+\)$", run.findings[case].happened)
+
+
 @pytest.mark.parametrize(
     ("connector", "left"),
     [
@@ -173,16 +190,21 @@ def test_a_thread_of_each_engine_is_told_from_those_of_the_process(
         ("ReplacesItsThread", ""),
         ("ReplacesAtLeisure", ""),
         ("OneContextAndAThread", "after shutdown P still has 2 threads (poller, poller)"),
+        ("Tracked", ""),
+        ("TrackedAndAProcess", "after shutdown P still has 1 processes (N)"),
+        ("ForksByAServer", ""),
+        ("LeavesAFork", "after shutdown P still has 1 processes (N)"),
     ],
 )
-def test_threads_of_an_engine_end_with_its_connector(connector: str, left: str) -> None:
+def test_threads_and_processes_of_an_engine_end_with_its_connector(connector: str, left: str) -> None:
     must_be_installed()
     with importable_from(ROOT):
         runner = CaseRunner("tests.right_connectors.bookkeeping")
         run = runner.run(connector, "llama", only=lambda planned: planned.module == "engine/shutdown")
         assert runner.close() == []
     assert set(run.outcomes.values()) == {"FAIL" if left else "PASS"}, run.findings
-    assert [finding.happened for finding in run.findings.values()] == [left] * bool(left)
+    found = [re.sub(r"\(\d+\)", "(N)", finding.happened) for finding in run.findings.values()]
+    assert found == [left] * bool(left)
 
 
 @pytest.mark.parametrize("connector", ["TruthValues", "OfOneHalf"])

@@ -24,7 +24,8 @@ case_runner, run_cases = fixtures(
     ),
 )
 
-HOLDING = ("saved_prompts_load_with_a_step_in_flight", "preempted_blocks_are_never_read_again")
+IN_FLIGHT = "saved_prompts_load_with_a_step_in_flight"
+HOLDING = (IN_FLIGHT, "preempted_blocks_are_never_read_again")
 
 
 @pytest.fixture(scope="module")
@@ -51,8 +52,27 @@ def test_blocks_are_held_until_they_are_saved(
     if store == "HoldsBlocks":
         assert run.outcomes == dict.fromkeys(HOLDING, "PASS"), run.findings
     else:
-        found = run.findings["saved_prompts_load_with_a_step_in_flight"]
+        found = run.findings[IN_FLIGHT]
         assert found.rule == "KV-FINISH-003" and "still have owners" in found.differs
+
+
+@pytest.mark.parametrize("store", ["SavesInBackground", "KeepsWhatTheLastStepLacks"])
+def test_blocks_are_kept_only_while_a_save_is_under_way(
+    scheduler_runner: CaseRunner, store: str, tmp_path: Path
+) -> None:
+    run = scheduler_runner.run(
+        store,
+        "llama3_1_8b",
+        setup="b16",
+        profile="store",
+        config=json.dumps({"kv_connector_extra_config": {"shared_storage_path": str(tmp_path)}}),
+        only=lambda planned: planned.case.name in HOLDING,
+    )
+    if store == "SavesInBackground":
+        assert run.outcomes == dict.fromkeys(HOLDING, "PASS"), run.findings
+    else:
+        assert run.findings[IN_FLIGHT].rule == "KV-ASYNC-001", run.findings
+        assert run.findings[IN_FLIGHT].happened.startswith("with a step in flight"), run.findings
 
 
 def test_freed_blocks_may_be_read_until_another_request_gets_them(run_cases: Callable[..., CellRun]) -> None:
@@ -70,6 +90,21 @@ def test_a_request_that_was_preempted_may_load_again(run_cases: Callable[..., Ce
 def test_the_size_of_the_pool_is_known_to_every_rank(run_cases: Callable[..., CellRun]) -> None:
     run = run_cases("CountsBlocks", "llama3_1_8b", "P2D2", "n55")
     assert len(run.results) > 5 and {name: run.findings.get(name) for name in _not_passed(run)} == {}
+
+
+def test_a_store_that_keeps_blocks_now_and_then_moves_every_byte(
+    case_runner: CaseRunner, tmp_path: Path
+) -> None:
+    run = case_runner.run(
+        "SavesInBackground",
+        "llama3_1_8b",
+        setup="b16",
+        profile="store",
+        variants="n17 n55 reused two_at_once preempted_on_p hit1",
+        config=json.dumps({"kv_connector_extra_config": {"shared_storage_path": str(tmp_path)}}),
+        only=lambda planned: planned.module in ("bytes/handover", "bytes/pool", "bytes/blocks"),
+    )
+    assert len(run.results) > 15 and {name: run.findings.get(name) for name in _not_passed(run)} == {}
 
 
 @pytest.mark.parametrize(

@@ -89,12 +89,18 @@ class EngineBench:
             plain = scenario.due and not scenario.abort and not self.control.hangs[cell]
             first = [] if self._introduced is pair or plain else [INTRODUCTION]
             for one in [*(lengthened(one, longer) for one in first), scenario]:
+                kept_before = bool(pair[0].kept)
                 observation = self._observe(cell, one, *pair, longer)
                 if observation.failed or observation.stuck:
                     observation = self._without_connector(cell, one, longer, observation)
                     break
-            self._observations[key], self._introduced = replace(observation, scenario=scenario), pair
-            if is_full(pair[0]):
+            observation = replace(observation, scenario=scenario, kept_before=kept_before)
+            self._observations[key], self._introduced = observation, pair
+            if scenario.unread and pair[0].kept and not kept_before:
+                # P may keep until its lease ends what D does not read: other scenarios have fresh engines
+                pair[0].kept = None
+                self.pairs.end(cell, _word(longer))
+            elif is_full(pair[0]):
                 self.pairs.end(cell, _word(longer))
         self.context.shown_calls[:] = self._observations[key].calls
         return self._observations[key]

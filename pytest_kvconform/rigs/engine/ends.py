@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_kvconform.rigs.engine.messages import Leftovers
 from pytest_kvconform.rigs.processes.cores import Deadline
-from pytest_kvconform.rigs.processes.linux import children_of, listening_sockets, thread_names
+from pytest_kvconform.rigs.processes.linux import children_but_pythons, listening_sockets, thread_names
 from pytest_kvconform.rigs.processes.stacks import Frame, stack_of
 from pytest_kvconform.rigs.vllm_setup.overrides import unfreeze_heap
 
@@ -82,6 +82,6 @@ def _left(before: Before) -> tuple[tuple[str, ...], tuple[int, ...], tuple[str, 
     pid = os.getpid()
     return (
         tuple(sorted((thread_names() - before.threads).elements())),
-        tuple(children_of(pid)),
+        tuple(children_but_pythons()),
         tuple(address for address in listening_sockets(pid) if address not in before.ports),
     )

@@ -62,6 +62,7 @@ class Observation:
     calls: tuple[HookCall, ...] = ()  # the last ones of P and D
     usage: tuple[Usage, Usage] | None = None  # of P and D after everything has ended and both were polled
     released: Release | None = None  # the wait for that
+    kept_before: bool = False  # whether P or D kept something of earlier scenarios
     request_s: float = 0.0  # for which requests were waited at most
     noise: float = 0.0  # largest difference of log-probabilities between two runs of the oracle
     tolerance: float = 0.0

@@ -20,7 +20,12 @@ from pytest_kvconform.rigs.peers.hostile_clients import (
 )
 from pytest_kvconform.rigs.peers.rank_scenarios import SCENARIOS as OF_RANKS
 from pytest_kvconform.rigs.peers.scenario_engines import HELD, KEEPS, ScenarioEngines, ScenarioObservation
-from pytest_kvconform.rigs.peers.sleeping_peer import shutdown_during_load, sleeping_peer
+from pytest_kvconform.rigs.peers.sleeping_peer import (
+    first_load,
+    restarted_peer,
+    shutdown_during_load,
+    sleeping_peer,
+)
 from pytest_kvconform.rigs.peers.stepping import PeerScenario, SteppedEngine, Steps, pause, until
 from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.processes.ports import free_port
@@ -29,7 +34,6 @@ STALL_S = 1.0  # for which P's process is stopped; a hook that waits for P takes
 MESSAGES = 1000
 CHUNK = 50  # messages at a time; the first of them is sent once more as raw bytes
 CONTACT_S = 5.0  # in which D has sent its first message to the silent peer
-BEGIN_S = 0.3  # in which D has begun a load
 ATTEMPTS = 3  # of a request after a failure: it may wait for what the request before it has begun
 CUT = {"accepted": -1, "answering": 512}  # bytes of P after which a connection to it is cut
 DELIVERY_S = 0.2  # in which messages arrive
@@ -114,36 +118,6 @@ def stopped_peer(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) -
     decodes["calm"] = yield from engines.decode(d, (yield from engines.prefill(p)))
     numbers["calm_to"] = time.monotonic()
     return ScenarioObservation(decodes, numbers=numbers)
-
-
-def restarted_peer(
-    engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine, stranger: SteppedEngine
-) -> Steps:
-    """P is stopped during a load and killed, and another engine is started on its ports.
-
-    D has met the old one, and the stranger has met neither.
-    """
-    met = yield from engines.decode(d, (yield from engines.prefill(p)))
-    old, older = (yield from engines.prefill(p)), (yield from engines.prefill(p))
-    last = yield from engines.prefill(p)
-    yield from p.stop_process()
-    began, interrupted = time.monotonic(), (yield from engines.add_decode(d, last))
-    yield from pause(engines.bench.scaled_seconds(BEGIN_S))
-    p.end()
-    new = engines.start("P2b", after="P2")
-    yield from new.call("usage")
-    added = time.monotonic()
-    one = yield from engines.add_decode(d, old)
-    other = yield from engines.add_decode(stranger, older)
-    decodes = {
-        "met": met,
-        "interrupted": (yield from engines.finish_decode(d, interrupted, began)),
-        "old": (yield from engines.finish_decode(d, one, added)),
-        "stranger": (yield from engines.finish_decode(stranger, other, added)),
-    }
-    decodes["new"] = yield from engines.decode(d, (yield from engines.prefill(new)))
-    decodes["new_stranger"] = yield from engines.decode(stranger, (yield from engines.prefill(new)))
-    return ScenarioObservation(decodes)
 
 
 def another_model(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) -> Steps:
@@ -261,7 +235,7 @@ def cut_connections(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine
         decodes[moment] = yield from engines.decode(d, bad, with_port_replaced(bad.params, ports, port))
         numbers[moment], numbers[f"refused_{moment}"] = float(proxy.cut), 0.0
         for _ in range(ATTEMPTS):
-            after = yield from engines.decode(d, (yield from engines.prefill(peer)))
+            after = yield from first_load(engines, peer, d)
             decodes[f"after_{moment}"] = after
             if after.finish == "length":
                 break

@@ -1,5 +1,5 @@
 """A P whose process stands still while D loads, on the real transport, and goes on when D has given up, or
-has shut down.
+has shut down, or is killed.
 
 A transport that cannot cancel a read writes when P goes on. Over TCP NIXL is such a transport:
 `release_xfer_handle` of a read in progress succeeds, and UCX goes on writing.
@@ -27,6 +27,9 @@ LOADING_S = 0.5  # before D aborts the request, or shuts down
 LOADING = "WAITING_FOR_REMOTE_KVS"  # vLLM's status of a request whose load is under way
 IN_STEP = "D stands in a step until P goes on, so that it cannot shut down during a load"
 LATE_S = 0.5  # in which D writes what is still to come
+BEGIN_S = 0.3  # in which D has begun a load
+BACK_OFF_S = 10.0  # for which D may compute what it could load, after a failure
+BETWEEN_S = 0.5  # two prompts of such a D
 
 
 def sleeping_peer(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) -> Steps:
@@ -105,6 +108,50 @@ def shutdown_during_load(engines: ScenarioEngines, p: SteppedEngine, d: SteppedE
         numbers["written"] = float((yield from d.call("written_since_shutdown")))
     d.end()
     return ScenarioObservation(decodes, numbers=numbers, raised=ending.answer or "")
+
+
+def restarted_peer(
+    engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine, stranger: SteppedEngine
+) -> Steps:
+    """P is stopped during a load and killed, and another engine is started on its ports.
+
+    D has met the old one, and the stranger has met neither.
+    """
+    met = yield from engines.decode(d, (yield from engines.prefill(p)))
+    old, older = (yield from engines.prefill(p)), (yield from engines.prefill(p))
+    last = yield from engines.prefill(p)
+    yield from p.stop_process()
+    began, interrupted = time.monotonic(), (yield from engines.add_decode(d, last))
+    yield from pause(engines.bench.scaled_seconds(BEGIN_S))
+    p.end()
+    new = engines.start("P2b", after="P2")
+    yield from new.call("usage")
+    added = time.monotonic()
+    one = yield from engines.add_decode(d, old)
+    other = yield from engines.add_decode(stranger, older)
+    decodes = {
+        "met": met,
+        "interrupted": (yield from engines.finish_decode(d, interrupted, began)),
+        "old": (yield from engines.finish_decode(d, one, added)),
+        "stranger": (yield from engines.finish_decode(stranger, other, added)),
+    }
+    decodes["new"] = yield from first_load(engines, new, d)
+    decodes["new_stranger"] = yield from first_load(engines, new, stranger)
+    return ScenarioObservation(decodes)
+
+
+def first_load(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) -> Steps:
+    """Let P hand prompts over until D does not compute one itself, for BACK_OFF_S at most.
+
+    After a failure a connector may leave a peer, or an address, alone for a while. Returns DecodeResult of
+    the last prompt.
+    """
+    deadline = d.deadline(engines.bench.scaled_seconds(BACK_OFF_S))
+    while True:
+        decode = yield from engines.decode(d, (yield from engines.prefill(p)))
+        if decode.finish != "length" or decode.trace.external_tokens or deadline.over():
+            return decode
+        yield from pause(BETWEEN_S)
 
 
 def _begins_load(d: SteppedEngine, request_id: str, seconds: float) -> Steps:

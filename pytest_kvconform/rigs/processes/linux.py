@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import os
 import signal
+import sys
 import threading
 from collections import Counter
 from pathlib import Path
@@ -70,6 +71,21 @@ def _pids() -> list[int]:
 def children_of(pid: int) -> list[int]:
     """Pids of the children of a process, zombies included."""
     return [p for p in _pids() if _stat(p)[0] == pid]
+
+
+def children_but_pythons() -> list[int]:
+    """Pids of the children of this process, zombies included, but for those of Python's multiprocessing.
+
+    Python starts one resource tracker for a process (with the first piece of shared memory) and one fork
+    server, and ends neither before the process ends. What the fork server has started counts instead of it.
+    """
+    tracker = getattr(sys.modules.get("multiprocessing.resource_tracker"), "_resource_tracker", None)
+    server = getattr(sys.modules.get("multiprocessing.forkserver"), "_forkserver", None)
+    tracks, serves = getattr(tracker, "_pid", None), getattr(server, "_forkserver_pid", None)
+    found = children_of(os.getpid())
+    if serves in found:
+        found += children_of(serves)
+    return [pid for pid in found if pid not in (tracks, serves)]
 
 
 def descendants_of(pid: int) -> list[int]:

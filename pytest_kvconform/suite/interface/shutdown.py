@@ -14,7 +14,7 @@ from pytest_kvconform.case import case
 from pytest_kvconform.result import Evidence, Violation
 from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.processes.linux import (
-    children_of,
+    children_but_pythons,
     listening_sockets,
     mapped_shared_memory,
     threads,
@@ -127,7 +127,7 @@ def _left(own: set[str], before: dict[str, str], ports: set[str]) -> dict[str, l
     found: dict[str, list[Any]] = {
         "threads": sorted(name for id, name in now.items() if id not in before and len(now) > len(before)),
         "listening ports": [port for port in listening_sockets(os.getpid()) if port not in ports],
-        "processes": children_of(os.getpid()),
+        "processes": children_but_pythons(),
     }
     return {what: things for what, things in found.items() if things}
 

@@ -6,6 +6,8 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
+from reference_connector import ReferenceConnector
+
 from .reads import Reads
 from .right import Groups, Right
 
@@ -63,6 +65,27 @@ class KeepsBlocks(Right):
         results = super().get_transfer_results(finished_req_ids)
         results.finished_sending.clear()
         return results
+
+
+class TellsNobodyOfAborts(Right):
+    """Breaks no MUST. D does not notify P of a request that it aborts before it has a block, so that P keeps
+    the blocks until its lease ends.
+    """
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        loads = {name: meta for name, meta in self.loads().items() if any(meta.local_block_ids)}
+        self._connector_metadata.reqs_to_recv = loads
+        super().start_load_kv(forward_context, **kwargs)
+
+
+class TellsNobodyOfHits(ReferenceConnector):
+    """Breaks no MUST, either: the same of a request for which D has nothing to load."""
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        half, name = self._scheduler, request.request_id
+        if not num_external_tokens and name in half._handoffs and name not in half._loading:
+            del half._leases[half._handoffs.pop(name).lease]
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
 
 
 # ---- what the scheduler halves say ----

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 from typing import Any
 
 import zmq
+
+from tests.right_connectors.answers import Half, OtherHalf
 
 from .right import PATIENCE_S, Right, TrustsLeases
 
@@ -184,6 +187,45 @@ class RemembersAddresses(Right):
             read(name, meta)
 
         worker._read_blocks_for_req = read_blocks
+
+
+class AwayHalf(Half):
+    """Computes what a host and port have for it, for some time after a load from there has failed."""
+
+    away_s = 3.0
+
+    def start(self) -> None:
+        super().start()
+        self.away: dict[tuple[str, int], float] = {}  # until when
+
+    def on_loads_finished(self, names: set[str] | None) -> None:
+        for name in self.failed & self._handoffs.keys():
+            handoff = self._handoffs[name]
+            self.away[handoff.remote_host, handoff.remote_port] = time.monotonic() + self.away_s
+        super().on_loads_finished(names)
+
+    def get_num_new_matched_tokens(self, request: Any, computed: int) -> tuple[int, bool]:
+        handoff = self._handoffs.get(request.request_id)
+        place = (handoff.remote_host, handoff.remote_port) if handoff else ("", 0)
+        if self.away.get(place, 0.0) > time.monotonic():
+            return 0, False
+        return super().get_num_new_matched_tokens(request, computed)
+
+
+class LeavesAlone(OtherHalf):
+    """No mistake: after a failed load it leaves a host and port alone for some seconds."""
+
+    half = AwayHalf
+
+
+class AwayForGoodHalf(AwayHalf):
+    away_s = math.inf
+
+
+class LeavesAloneForGood(OtherHalf):
+    """After a failed load it never again loads from the host and port."""
+
+    half = AwayForGoodHalf
 
 
 # ---- peers with other KV ----

@@ -39,15 +39,21 @@ class Did(NamedTuple):
     handed_over: int  # for which request_finished returned kv_transfer_params
     loaded: int  # for which tokens were announced
 
-    def differs(self, other: Did) -> str:
-        """Return what is different, as words; "" for nothing."""
+    def differs(self, other: Did, real_worker: bool) -> str:
+        """Return what is different, as words; "" for nothing.
+
+        `real_worker`: the worker half took part. Then `kept` is not compared: a store keeps the blocks of a
+        request only if a save is still under way at its end, and that depends on how long the save takes.
+        """
         words = (
             "blocks were kept at the end of {} requests, and otherwise of {}",
             "{} requests were handed over, and otherwise {}",
             "{} requests were loaded, and otherwise {}",
         )
         found = [
-            text.format(mine, its) for text, mine, its in zip(words, self, other, strict=True) if mine != its
+            text.format(mine, its)
+            for name, text, mine, its in zip(self._fields, words, self, other, strict=True)
+            if mine != its and not (real_worker and name == "kept")
         ]
         return "; ".join(found)
 
@@ -59,10 +65,11 @@ def did(*sides: Side) -> Did:
     return Did(sum(bool(end[0]) for end in ends), sum(bool(end[1]) for end in ends), loaded)
 
 
-def twice(rig: Rig, scenario: Callable[[], Did]) -> Did:
+def twice(rig: Rig, scenario: Callable[[], Did], real_worker: bool = False) -> Did:
     """Run a scenario step by step, and then with a step in flight. Returns what the connector did.
 
-    Raises Violation if only the second run goes wrong, or if the connector did something else in it.
+    `real_worker`: the worker half takes part, instead of scripted reports. Raises Violation if only the
+    second run goes wrong, or if the connector did something else in it.
     """
     alone = scenario()
     rig.asynchronous = True
@@ -79,7 +86,7 @@ def twice(rig: Rig, scenario: Callable[[], Did]) -> Did:
         ) from None
     except NotApplicable as missing:
         raise rig.violation("", f"{IN_FLIGHT}, {missing}: step by step it does") from None
-    if differs := overlapping.differs(alone):
+    if differs := overlapping.differs(alone, real_worker):
         raise rig.violation(
             "",
             f"{IN_FLIGHT}, {differs}",
@@ -150,5 +157,5 @@ def saved_prompts_load_with_a_step_in_flight(rig: Rig, _: None) -> Evidence:
         end_engine_with_worker(side)
         return did(side)
 
-    found = twice(rig, scenario)
+    found = twice(rig, scenario, real_worker=True)
     return Evidence(looked_at=sum(found) + 1, unit="answers", notes=found._asdict())
