@@ -14,9 +14,9 @@ from model_matrix.cells import parse_topology
 from pytest_kvconform import extras, plan, shards
 from pytest_kvconform.report import document, terminal
 from pytest_kvconform.report.answer import print_lines
+from pytest_kvconform.report.failure import settings_of
 from pytest_kvconform.report.for_people import write_for_people
 from pytest_kvconform.report.merge import BadShards, Shard, merge
-from pytest_kvconform.report.page.contents import settings_of
 from pytest_kvconform.settings import NIGHTLY, OPTIONS, BadSetting, Settings, load
 
 SELECTING = ("matrix", "tier", "level", "family", "topology", "rule", "feature")  # settings that select cases

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from pytest_kvconform import cli
-from pytest_kvconform.report import document, page
+from pytest_kvconform.report import document, failure, page
 from pytest_kvconform.report.page import contents, transfers
 from pytest_kvconform.result import QUESTIONS, CaseResult, Outcome
 from pytest_kvconform.rules.levels import LEVELS
@@ -85,7 +85,7 @@ def test_each_square_names_its_cases_and_leads_to_them(kv):
 def test_a_cause_shows_its_first_case_and_the_line_to_run_it_again(kv):
     run = kv(deeds=DEEDS)
     report = document.read(run.path)
-    first, second = contents.causes(report, {}, contents.settings_of(report))
+    first, second = contents.causes(report, {}, failure.settings_of(report))
     assert (first.cause.outcome, len(first.cause.ids)) == (Outcome.FAIL, 6)
     assert first.ids == [
         "kv::engine/bytes::arrive[gemma3-P1D1-{n16,n63,n95}]",

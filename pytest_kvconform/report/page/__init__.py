@@ -15,6 +15,7 @@ from pathlib import Path
 
 from pytest_kvconform import __version__, rules
 from pytest_kvconform.report.document import Report
+from pytest_kvconform.report.failure import settings_of
 from pytest_kvconform.report.files import write_file
 from pytest_kvconform.report.page import contents, transfers
 from pytest_kvconform.report.terminal import left_out_here, title
@@ -27,7 +28,7 @@ def render(report: Report) -> str:
     import jinja2  # here, so that a run without a page does not load it
 
     known = rules.load() if report.suite == __version__ else {}
-    settings = contents.settings_of(report)
+    settings = settings_of(report)
     environment = jinja2.Environment(
         loader=jinja2.FunctionLoader(_asset),
         autoescape=True,
