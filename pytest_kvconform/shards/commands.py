@@ -116,8 +116,8 @@ def print_merged(options: argparse.Namespace) -> int:
         written = document.write(whole, folder)
     except OSError as error:
         raise BadShards(f"{target} cannot be written: {error.strerror}") from None
-    page = folder if settings_of(whole).html else None
-    said = write_for_people(whole, page, os.environ.get("GITHUB_STEP_SUMMARY"))
+    summary = os.environ.get("GITHUB_STEP_SUMMARY")
+    said = write_for_people(whole, folder, settings_of(whole).html, summary)
     lines = [*(f"kvconform: {sentence}" for sentence in said), terminal.title(whole)]
     width = shutil.get_terminal_size().columns
     lines += [line for line, _ in terminal.summary(whole, str(written), width, unicode=True)]

@@ -40,6 +40,16 @@ def test_the_option_writes_the_page(kv):
     assert [one.name for one in sorted(run.path.parent.iterdir())] == ["report.html", "report.json"]
 
 
+def test_a_page_of_an_earlier_report_does_not_stay(kv):
+    file = kv("--kv-html", deeds=DEEDS).path.with_name("report.html")
+    assert file.exists()
+    kv()
+    assert not file.exists()
+    file.write_text("<title>of another program</title>")
+    kv()
+    assert file.exists()
+
+
 def test_a_page_that_cannot_be_written_changes_no_verdict(kv, pytester):
     (pytester.path / "kv-report" / "report.html").mkdir(parents=True)
     run = kv("--kv-html")

@@ -9,6 +9,7 @@ levels, the table of cells, the causes with their first case.
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 from importlib import resources
 from pathlib import Path
@@ -21,6 +22,7 @@ from pytest_kvconform.report.page import contents, transfers
 from pytest_kvconform.report.terminal import left_out_here, title
 
 FILE = "report.html"
+_TITLE = "· KV conformance ·"  # in every page, see `terminal.title`
 
 
 def render(report: Report) -> str:
@@ -62,6 +64,15 @@ def render(report: Report) -> str:
 def write(report: Report, path: Path) -> Path:
     """Write the page. A reader sees the old file or the whole new one. Raises OSError."""
     return write_file(path, render(report).encode())
+
+
+def remove(path: Path) -> None:
+    """Remove a page, which shows an earlier report. A file that is no page of this suite stays."""
+    with contextlib.suppress(OSError):
+        with path.open("rb") as file:
+            ours = _TITLE.encode() in file.read(4096)
+        if ours:
+            path.unlink()
 
 
 def _asset(name: str) -> str:
