@@ -65,7 +65,9 @@ def class_name(module: str) -> str:
 def _check_name(name: str) -> None:
     """Raise BadSetting if a module of the folder in which pytest is started cannot have this name."""
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name):
-        words = re.findall(r"[a-z0-9]+", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower())
+        words = re.findall(
+            r"[a-z0-9]+", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name.removesuffix(".py")).lower()
+        )
         better = "_".join(words).lstrip("0123456789_")
         hint = f" (did you mean {better}?)" if better and not keyword.iskeyword(better) else ""
         raise BadSetting(

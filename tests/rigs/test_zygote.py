@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_kvconform.result import HarnessError
+from pytest_kvconform.result import Blocked, HarnessError
 from pytest_kvconform.rigs.launch import (
     CLOSE_S,
     ENGINE_MODULES,
@@ -69,6 +69,19 @@ def test_a_zygote_that_still_imports_is_not_waited_for() -> None:
     assert zygote.close() == []
     assert time.monotonic() - began < CLOSE_S / 2
     assert not zygote.run_dir.exists()
+
+
+def import_what_is_not_there(arguments: object) -> None:
+    importlib.import_module("no_such_module")
+
+
+def test_without_vllm_the_reason_names_the_command_that_helps() -> None:
+    zygote = launch_zygote((), preload=f"{__name__}:import_what_is_not_there")
+    try:
+        with pytest.raises(Blocked, match="no_such_module is not installed.*: kvconform doctor says what to"):
+            wait_for_zygote(zygote.address, 60.0)
+    finally:
+        assert zygote.close() == []
 
 
 @pytest.mark.parametrize(("starved", "ready"), [(False, False), (True, True)])

@@ -101,6 +101,7 @@ def test_the_name_of_the_class(module: str, name: str) -> None:
         ("class", "'class' is no name for a connector"),
         ("json", "a module json is installed here already"),
         ("numpy", "a module numpy is installed here already"),
+        ("my_connector.py", "(did you mean my_connector?)"),
         ("conftest", "pytest itself would load conftest.py"),
         ("a" * 300, "a name has at most 100 letters, and this one has 300"),
         ("test_mine", "pytest itself would load test_mine.py"),

@@ -283,7 +283,11 @@ def main(run_dir: Path, preload: str, arguments: dict[str, Any]) -> int:
                 server.ready = ("ready", function_named(preload)(arguments))
         except ModuleNotFoundError as error:
             traceback.print_exc()
-            server.ready = ("failed", "missing", f"{error.name} is not installed in this environment")
+            server.ready = (
+                "failed",
+                "missing",
+                f"{error.name} is not installed in this environment: kvconform doctor says what to install",
+            )
         except Exception as error:
             traceback.print_exc()
             server.ready = ("failed", "harness", f"{type(error).__name__}: {error}")
