@@ -305,14 +305,15 @@ def _diff(options: argparse.Namespace) -> int:
 
 
 def _new(options: argparse.Namespace) -> int:
-    connector, declaration, job = starter.write(options.name, Path.cwd())
     subject = f"{options.name}:{starter.class_name(options.name)}"
-    for path, what in (
-        (connector, "the connector, which hands KV over in files"),
-        (declaration, "what it declares, for the suite"),
-        (job, "a CI job for GitHub"),
-    ):
-        print(f"wrote {path}: {what}")
+    what = (
+        "the connector, which hands KV over in files",
+        "what it declares, for the suite",
+        "a CI job for GitHub",
+        "kv-report/, where each run writes its report",
+    )
+    for path, words in zip(starter.write(options.name, Path.cwd()), what, strict=False):
+        print(f"wrote {path}: {words}")
     print(f"next: pytest --kv-connector={subject} --kv-family=llama --kv-topology=P1D1 kv::engine/bytes")
     return 0
 

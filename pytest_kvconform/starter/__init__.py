@@ -23,6 +23,7 @@ TARGETS = {
     "declaration.toml": "pyproject.toml",
     "workflow.yml": ".github/workflows/kvconform.yml",
 }
+IGNORED = "gitignore", ".gitignore"  # of what runs write; a file that exists has rules of its own, and stays
 
 
 def write(name: str, folder: Path) -> list[Path]:
@@ -39,8 +40,12 @@ def write(name: str, folder: Path) -> list[Path]:
             "written: kvconform new overwrites no file, so start it in an empty folder"
         )
     written: list[Path] = []
+    sources = dict(zip(TARGETS, paths, strict=True))
+    ignored = folder / IGNORED[1]
+    if not ignored.exists() and not ignored.is_symlink():
+        sources[IGNORED[0]] = Path(IGNORED[1])
     try:
-        for source, path in zip(TARGETS, paths, strict=True):
+        for source, path in sources.items():
             text = (FILES / source).read_text("utf-8").replace(MODULE, name).replace(CLASS, class_name(name))
             for parent in reversed((folder / path).parents):
                 if not parent.exists():
@@ -53,7 +58,7 @@ def write(name: str, folder: Path) -> list[Path]:
         for one in reversed(written):
             one.rmdir() if one.is_dir() else one.unlink()
         raise BadSetting(f"the files could not be written: {error.strerror}: {error.filename}") from error
-    return paths
+    return [*sources.values()]
 
 
 def class_name(module: str) -> str:
