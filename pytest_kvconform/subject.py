@@ -23,6 +23,7 @@ from pytest_kvconform.services.engine_values import check_engine_values
 from pytest_kvconform.services.reading import check_placeholders
 from pytest_kvconform.settings import BadSetting, Settings
 from pytest_kvconform.settings.parsers import did_you_mean
+from pytest_kvconform.settings.tables import read_table
 
 _IDENTIFIER = r"[^\W\d]\w*"
 _CLASS = re.compile(rf"({_IDENTIFIER}(?:\.{_IDENTIFIER})*):({_IDENTIFIER})")
@@ -99,15 +100,15 @@ class Subject(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(child for child in self.children if not child.is_store) or (self,)
 
 
-def resolve(settings: Settings) -> Subject:
+def resolve(settings: Settings, root: Path | None = None) -> Subject:
     """Return the subject of the settings.
 
-    Raises BadSetting for an unknown connector, a bad --kv-config or a bad declaration. Imports neither vLLM
-    nor the connector.
+    `root`: folder of the pyproject.toml whose connector an error may suggest. Raises BadSetting for an
+    unknown connector, a bad --kv-config or a bad declaration. Imports neither vLLM nor the connector.
     """
     module, name = _parse(settings.connector)
     if module is None:
-        _check_registered(name)
+        _check_registered(name, root)
     empty = BundledDeclaration(features={})
     bundled = empty if module else bundled_declarations().get(name, empty)
     declared = _read_declaration(settings)
@@ -196,6 +197,10 @@ def _parse(spec: str) -> tuple[str | None, str]:
     """Return (module, class), or (None, registered name). Raises BadSetting."""
     if not spec:
         raise BadSetting("--kv-connector: name a connector: NAME, as registered in vLLM, or MODULE:CLASS")
+    file, colon, last = spec.rpartition(":")
+    better = f"{file.removesuffix('.py').removeprefix('./').replace('/', '.')}:{last}"
+    if colon and better != spec and _CLASS.fullmatch(better) and ("/" in file or Path(file).is_file()):
+        raise BadSetting(f"--kv-connector: {spec!r} names a file and no module (did you mean {better}?)")
     if match := _CLASS.fullmatch(spec):
         return match[1], match[2]
     if _NAME.fullmatch(spec):
@@ -244,12 +249,15 @@ def registered_names() -> dict[str, str] | None:
     return names or None
 
 
-def _check_registered(name: str) -> None:
+def _check_registered(name: str, root: Path | None) -> None:
     names = registered_names()
     if names is None or name in names or _plugins_that_may_register():
         return  # the probe reports a missing vLLM; a plugin of vLLM may register further names
+    ours = str(read_table(root / "pyproject.toml").get("connector", "")) if root else ""
+    same = ours.rpartition(":")[2].casefold() == name.casefold()
+    hint = f" (did you mean {ours}, as in pyproject.toml?)" if same else did_you_mean(name, names)
     raise BadSetting(
-        f"--kv-connector: vLLM registers no connector {name!r}{did_you_mean(name, names)}; it "
+        f"--kv-connector: vLLM registers no connector {name!r}{hint}; it "
         f"registers {', '.join(sorted(names))}; "
         "give any other connector as MODULE:CLASS"
     )

@@ -14,6 +14,7 @@ from pytest_kvconform.report.document import BadReport, Report
 from pytest_kvconform.report.files import write_file
 
 _FOLDER = "kv-claim"
+CLAIM_HELP = f"folder that kvconform claim has written, such as {_FOLDER}"
 
 
 def add_claim_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,7 +64,7 @@ def print_verified(claim: Path) -> int:
 
 def add_register_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `kvconform register`."""
-    parser.add_argument("claim", metavar="CLAIM", type=Path)
+    parser.add_argument("claim", metavar="CLAIM", type=Path, help=CLAIM_HELP)
     parser.add_argument("--project", metavar="URL", required=True, help="of the connector's repository")
     parser.add_argument("--commit", metavar="SHA", required=True, help="of the project, which ran")
     parser.add_argument(

@@ -29,7 +29,8 @@ def is_claim(path: Path) -> bool:
 def read(claim: Path) -> dict[int, Report]:
     """Return seed -> its report. Raises BadReport if there is no claim, or a report is missing."""
     if not is_claim(claim):
-        raise BadReport(f"{claim} is no claim: it has no folder {folder_of(claim, SEEDS[0]).name}")
+        first = folder_of(claim, SEEDS[0]).name
+        raise BadReport(f"{claim} is no claim: it has no folder {first}; make one with kvconform claim")
     return {seed: document.read(folder_of(claim, seed)) for seed in SEEDS}
 
 

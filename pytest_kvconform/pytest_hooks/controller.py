@@ -231,8 +231,8 @@ class Controller:
         except OSError as error:
             self._troubles.append(f"{folder / document.FILE} cannot be written: {error.strerror}")
             self._report = self._document()
-        page, summary = folder if self.settings.html else None, os.environ.get("GITHUB_STEP_SUMMARY")
-        for sentence in write_for_people(self._report, page, summary):
+        summary = os.environ.get("GITHUB_STEP_SUMMARY")
+        for sentence in write_for_people(self._report, folder, self.settings.html, summary):
             write_line(self.config, f"kv: {sentence}")
         return self._report
 

@@ -6,8 +6,10 @@ import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from pytest_kvconform.apply_declaration import shown_finding
+from pytest_kvconform.report.document import Report
 from pytest_kvconform.result import CaseResult, Outcome
 from pytest_kvconform.rules import Rule
 from pytest_kvconform.settings import OPTIONS, Settings
@@ -79,6 +81,17 @@ def rerun_command(settings: Settings, *arguments: str) -> str:
         if value != option.default and settings.origins.get(option.name) != "pyproject.toml":
             words.append(option.flag if option.switch else f"{option.flag}={value}")
     return shlex.join([*words, *arguments])
+
+
+def settings_of(report: Report) -> Settings:
+    """Return the settings with which the run was made, as far as this suite knows them."""
+    known = {option.key: option for option in OPTIONS}
+    given = {key: one for key, one in report.settings.items() if key in known}
+    values: dict[str, Any] = {
+        known[key].name: tuple(one.value) if isinstance(one.value, list) else one.value
+        for key, one in given.items()
+    }
+    return Settings(**values, origins={known[key].name: one.origin for key, one in given.items()})
 
 
 def compress_ids(ids: Iterable[str]) -> list[str]:

@@ -12,16 +12,20 @@ from pytest_kvconform.report import markdown, page
 from pytest_kvconform.report.document import Report
 
 
-def write_for_people(report: Report, page_folder: Path | None, job_summary: str | None) -> Iterator[str]:
-    """Write the page into `page_folder`, and append the summary to the file `job_summary`.
+def write_for_people(report: Report, folder: Path, with_page: bool, job_summary: str | None) -> Iterator[str]:
+    """Write the page into the folder of the report, and append the summary to the file `job_summary`.
 
-    None: it is not wanted. Yields a sentence about the page, and one if the summary cannot be written.
+    Without a page the one of an earlier report is removed. `job_summary`: None: it is not wanted. Yields a
+    sentence about the page, and one if the summary cannot be written.
     """
-    if page_folder is not None:
+    path = folder / page.FILE
+    if with_page:
         try:
-            yield f"page: {page.write(report, page_folder / page.FILE)}"
+            yield f"page: {page.write(report, path)}"
         except OSError as error:
-            yield f"{page_folder / page.FILE} cannot be written: {error.strerror}"
+            yield f"{path} cannot be written: {error.strerror}"
+    else:
+        page.remove(path)
     if job_summary:
         try:
             with open(job_summary, "a", encoding="utf-8") as file:

@@ -1,7 +1,9 @@
-"""Last lines of a run: at most 33 lines, first the levels, always with the verdict."""
+"""Last lines of a run: few, first the levels, always with the verdict."""
 
 from __future__ import annotations
 
+import re
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -9,12 +11,14 @@ from pytest_kvconform.apply_declaration import FeatureResult
 from pytest_kvconform.extras import EXTRA
 from pytest_kvconform.plan import tier_order
 from pytest_kvconform.report.document import Report, shard_of
+from pytest_kvconform.report.failure import rerun_command, settings_of
 from pytest_kvconform.result import Outcome
 from pytest_kvconform.verdict import Cause, LevelVerdict
 
 Line = tuple[str, dict[str, bool]]  # text, and how the terminal shows it
 
 _MOST_LINES = 32  # under the headline; violations get the lines that the other parts leave free
+_DEPENDS_ON = re.compile(r"depends on (kv::[^\s:]+::\w+(?:\[[^\]]+\])?)")  # the reason of a blocked case
 _MOST_ROWS, _MOST_PAIRS, _MOST_WRONG, _MOST_VIOLATIONS = 7, 3, 2, 4
 _GROUPS = (
     (Outcome.FAIL, "violation"),
@@ -56,7 +60,7 @@ def title(report: Report) -> str:
 def summary(report: Report, report_path: str, width: int, unicode: bool) -> list[Line]:
     """Return all lines under the headline. `width` in columns; without `unicode` every character is ASCII."""
     verdict = report.verdict
-    above = [*_levels(verdict.levels, width), *((row, {}) for row in _table(report, width))]
+    above = [*_levels(verdict.levels, width, verdict.sentence), *((row, {}) for row in _table(report, width))]
     above += [(line, {}) for line in what_ran(report)]
     above += [(line, {}) for line in left_out_here(report)]
     if stood_in := (report.facts or {}).get("stand_in"):
@@ -67,8 +71,9 @@ def summary(report: Report, report_path: str, width: int, unicode: bool) -> list
     below: list[Line] = [
         line for outcome, word in _GROUPS[1:] for line in _causes(verdict.causes, outcome, word, 1)
     ]
+    below += [(f"again: {command}", {}) for command in _again(report)]
     below += [(f"trouble: {sentence}", {"red": True}) for sentence in report.troubles[:1]]
-    below.append((verdict.headline, {_COLOURS[verdict.word]: True, "bold": True}))
+    below.append((_shown(verdict.headline), {_COLOURS[verdict.word]: True, "bold": True}))
     below.append((f"report: {report_path}", {}))
     room = _MOST_LINES - len(above) - len(below) - 1
     lines = above + _causes(verdict.causes, *_GROUPS[0], max(1, min(room, _MOST_VIOLATIONS))) + below
@@ -112,8 +117,34 @@ def to_ascii(text: str) -> str:
     return text.replace("\u00b7", ".").encode("ascii", "replace").decode("ascii")
 
 
-def _levels(levels: Sequence[LevelVerdict], width: int) -> list[Line]:
-    """Return a line for each level that ran, and one for the others together."""
+def _shown(sentence: str) -> str:
+    """Return the sentence of a verdict. It says "here" of cases that lack something of this machine, and of
+    those that wait for another case, which is the same on every machine.
+    """
+    return sentence.replace(" could not run here: depends on ", " could not run: depends on ")
+
+
+def _again(report: Report) -> list[str]:
+    """Return the command that runs the case on which the most blocked cases depend, if this run did not."""
+    done = {result.id for result in report.results}
+    for cause in report.verdict.causes:
+        match = _DEPENDS_ON.search(cause.sentence) if cause.outcome is Outcome.BLOCKED else None
+        if match and not _names(match[1], done) and _names(match[1], report.selection.manifest):
+            return [rerun_command(settings_of(report), match[1])]
+    return []
+
+
+def _names(case: str, ids: Iterable[str]) -> bool:
+    """Whether one of the ids is this case, whose cell and variant may be left out."""
+    return any(name == case or name.startswith(f"{case}[") for name in ids)
+
+
+def _levels(levels: Sequence[LevelVerdict], width: int, sentence: str) -> list[Line]:
+    """Return a line for each level that ran, one for its reason, and one for the other levels together.
+
+    The counts of a level are reason enough if it conforms or is violated. `sentence`: of the run, whose last
+    line has it.
+    """
     ran = [one for one in levels if one.word != "NOT-RUN"]
     others = [one.name for one in levels if one.word == "NOT-RUN"]
     names = max((len(one.name) for one in ran), default=0)
@@ -123,6 +154,8 @@ def _levels(levels: Sequence[LevelVerdict], width: int) -> list[Line]:
         counts = " ".join(f"{count}{_SIGNS[name]}" for name in _SIGNS if (count := one.counts.get(name)))
         text = f"level {one.name.ljust(names)}  {one.word.ljust(words)}  {counts}"
         lines.append((_cut(text, width), {colour: True} if (colour := _COLOURS[one.word]) else {}))
+        if one.word not in ("CONFORMS", "VIOLATES") and one.sentence != sentence:
+            lines.append((_cut(f"  {' '.join(_shown(one.sentence).split())}", width), {}))
     return lines + ([(f"level {', '.join(others)}: not run", {})] if ran and others else [])
 
 
@@ -153,7 +186,7 @@ def _features(rows: Sequence[FeatureResult], width: int) -> list[str]:
     widths = [max((len(line[n]) for line in lines), default=0) for n in range(2)]
     texts = [f"{line[0].ljust(widths[0])}  {line[1].ljust(widths[1])}  {line[2]}" for line in lines]
     texts += [f"  {row.rule}: {row.sentence}" for row in rows if row.rule][:_MOST_WRONG]
-    return [_cut(text, width) for text in texts]
+    return [line for text in texts for line in _wrap(text, width)]
 
 
 def _not_applicable(report: Report, width: int) -> str:
@@ -176,6 +209,13 @@ def _not_applicable(report: Report, width: int) -> str:
         return ""
     text = f"not applicable: {', '.join(parts)}" + (f" (unsupported: {' '.join(names)})" if names else "")
     return _cut(text, width)
+
+
+def _wrap(text: str, width: int) -> list[str]:
+    """Return a text as lines of this width. Names stay whole, since a file or a log has no other copy."""
+    return textwrap.wrap(
+        text, max(width, 40), subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
+    )
 
 
 def _cut(text: str, width: int) -> str:

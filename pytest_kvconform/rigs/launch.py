@@ -21,7 +21,7 @@ from pytest_kvconform.case import RIGS_OF_TIERS
 from pytest_kvconform.result import Blocked, HarnessError
 from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.processes.place import connect
-from pytest_kvconform.rigs.processes.zygote import SOCKET
+from pytest_kvconform.rigs.processes.zygote import READY, SOCKET
 from pytest_kvconform.rigs.vllm_setup.compat import environment_without_gpu
 
 if TYPE_CHECKING:
@@ -64,16 +64,16 @@ class Zygote:
         Returns sentences about processes that did not end as asked.
         """
         problems: list[str] = []
-        unreachable = False
-        try:
-            with connect(self.address, 1.0) as connection:
-                connection.send(("close",))
-                if connection.poll(CLOSE_S):
-                    problems = connection.recv()[1]
-        except (OSError, EOFError):
-            # The zygote has ended, or it still imports and sees the end of its
-            # input next: its exit code tells.
-            unreachable = True
+        # As long as it imports it answers nothing, and ends at once when its input ends.
+        unreachable = not (self.run_dir / READY).exists()
+        if not unreachable:
+            try:
+                with connect(self.address, 1.0) as connection:
+                    connection.send(("close",))
+                    if connection.poll(CLOSE_S):
+                        problems = connection.recv()[1]
+            except (OSError, EOFError):  # it has ended: its exit code tells
+                unreachable = True
         assert self.process.stdin is not None
         self.process.stdin.close()
         try:

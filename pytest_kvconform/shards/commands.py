@@ -14,9 +14,9 @@ from model_matrix.cells import parse_topology
 from pytest_kvconform import extras, plan, shards
 from pytest_kvconform.report import document, terminal
 from pytest_kvconform.report.answer import print_lines
+from pytest_kvconform.report.failure import settings_of
 from pytest_kvconform.report.for_people import write_for_people
 from pytest_kvconform.report.merge import BadShards, Shard, merge
-from pytest_kvconform.report.page.contents import settings_of
 from pytest_kvconform.settings import NIGHTLY, OPTIONS, BadSetting, Settings, load
 
 SELECTING = ("matrix", "tier", "level", "family", "topology", "rule", "feature")  # settings that select cases
@@ -116,8 +116,8 @@ def print_merged(options: argparse.Namespace) -> int:
         written = document.write(whole, folder)
     except OSError as error:
         raise BadShards(f"{target} cannot be written: {error.strerror}") from None
-    page = folder if settings_of(whole).html else None
-    said = write_for_people(whole, page, os.environ.get("GITHUB_STEP_SUMMARY"))
+    summary = os.environ.get("GITHUB_STEP_SUMMARY")
+    said = write_for_people(whole, folder, settings_of(whole).html, summary)
     lines = [*(f"kvconform: {sentence}" for sentence in said), terminal.title(whole)]
     width = shutil.get_terminal_size().columns
     lines += [line for line, _ in terminal.summary(whole, str(written), width, unicode=True)]

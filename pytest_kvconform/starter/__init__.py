@@ -23,6 +23,7 @@ TARGETS = {
     "declaration.toml": "pyproject.toml",
     "workflow.yml": ".github/workflows/kvconform.yml",
 }
+IGNORED = "gitignore", ".gitignore"  # of what runs write; a file that exists has rules of its own, and stays
 
 
 def write(name: str, folder: Path) -> list[Path]:
@@ -39,8 +40,12 @@ def write(name: str, folder: Path) -> list[Path]:
             "written: kvconform new overwrites no file, so start it in an empty folder"
         )
     written: list[Path] = []
+    sources = dict(zip(TARGETS, paths, strict=True))
+    ignored = folder / IGNORED[1]
+    if not ignored.exists() and not ignored.is_symlink():
+        sources[IGNORED[0]] = Path(IGNORED[1])
     try:
-        for source, path in zip(TARGETS, paths, strict=True):
+        for source, path in sources.items():
             text = (FILES / source).read_text("utf-8").replace(MODULE, name).replace(CLASS, class_name(name))
             for parent in reversed((folder / path).parents):
                 if not parent.exists():
@@ -53,7 +58,7 @@ def write(name: str, folder: Path) -> list[Path]:
         for one in reversed(written):
             one.rmdir() if one.is_dir() else one.unlink()
         raise BadSetting(f"the files could not be written: {error.strerror}: {error.filename}") from error
-    return paths
+    return [*sources.values()]
 
 
 def class_name(module: str) -> str:
@@ -65,7 +70,9 @@ def class_name(module: str) -> str:
 def _check_name(name: str) -> None:
     """Raise BadSetting if a module of the folder in which pytest is started cannot have this name."""
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name):
-        words = re.findall(r"[a-z0-9]+", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower())
+        words = re.findall(
+            r"[a-z0-9]+", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name.removesuffix(".py")).lower()
+        )
         better = "_".join(words).lstrip("0123456789_")
         hint = f" (did you mean {better}?)" if better and not keyword.iskeyword(better) else ""
         raise BadSetting(

@@ -228,7 +228,7 @@ WRONG = [
     ),
     mistake(
         "RaisesAtStart",
-        {"engines_start": r"P did not start: ValueError: no such fabric"},
+        {"engines_start": r"P did not start: ValueError in __init__ \(failures.py:\d+\): no such fabric"},
         blocked=STOPPED | {"completes"},
     ),
     # Upstream itself: see docs.

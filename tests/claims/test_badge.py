@@ -191,7 +191,8 @@ def test_a_seed_that_is_missing(claimed, capsys):
 
 def test_one_report_is_no_claim(kv, capsys):
     folder = kv("--kv-claim").path.parent
-    assert said("badge", folder, capsys) == (2, f"kvconform: {folder} is no claim: it has no folder seed-1\n")
+    sentence = f"kvconform: {folder} is no claim: it has no folder seed-1; make one with kvconform claim\n"
+    assert said("badge", folder, capsys) == (2, sentence)
 
 
 # ---- verify ----------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import subprocess
 import tomllib
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from pytest_kvconform import cli, doctor
+from pytest_kvconform import cli, doctor, starter
 from pytest_kvconform.claims import run
 from pytest_kvconform.features import load, required_features
 from pytest_kvconform.plan import PlannedCase, make_plan
@@ -23,7 +24,7 @@ from pytest_kvconform.result import CaseResult, Evidence, Outcome
 from pytest_kvconform.settings import Settings
 from pytest_kvconform.subject import Subject
 
-from .pages import PAGES, ROOT, commands, prose
+from .pages import PAGES, ROOT, blocks, commands, prose
 
 ALL = {" ".join(command): command for text in PAGES.values() for command in commands(text)}
 
@@ -37,7 +38,7 @@ def starting_with(*words: str) -> list[object]:
 
 
 def test_every_command_is_of_a_kind_that_is_checked() -> None:
-    assert {command[0] for command in ALL.values()} == {"make", "pytest", "kvconform", "pip", "python"}
+    assert {command[0] for command in ALL.values()} == {"make", "pytest", "kvconform", "pip", "uv", "python"}
     assert {command[1] for command in ALL.values() if command[0] == "kvconform"} == {
         "doctor",
         "list",
@@ -204,6 +205,24 @@ def test_pip_and_the_extras(command: list[str]) -> None:
     assert command[1] == "install"
     extras = re.findall(r"pytest-kvconform\[(\w+)\]", prose(PAGES["README.md"]) + " ".join(command))
     assert set(extras) == set(project["optional-dependencies"])
+
+
+@pytest.mark.parametrize("command", starting_with("uv"))
+def test_uv(command: list[str]) -> None:
+    """The CI job of `kvconform new` installs in the same way, but into no virtual environment."""
+    job = (starter.FILES / "workflow.yml").read_text()
+    assert shlex.join(command).replace("pip install", "pip install --system") in job
+
+
+def test_the_torch_that_pip_does_not_find_is_the_pinned_one() -> None:
+    [shown] = [text for text in blocks(PAGES["docs/start.md"], "text") if "No matching distribution" in text]
+    [pin] = re.findall(r"^torch_pin=(\S+)", (ROOT / "ci" / "setup.sh").read_text(), re.MULTILINE)
+    assert re.findall(r"torch==(\S+)", shown) == [f"{pin}+cpu"] * 2
+
+
+def test_the_start_page_has_one_title() -> None:
+    title = PAGES["docs/start.md"].splitlines()[0].removeprefix("# ")
+    assert f"  - {title}: docs/start.md\n" in (ROOT / "mkdocs.yml").read_text()
 
 
 @pytest.mark.parametrize("command", starting_with("python"))

@@ -135,7 +135,7 @@ def test_the_first_page_shows_parts_of_a_real_failure() -> None:
 def test_the_parts_of_a_failure_are_all_explained() -> None:
     page = PAGES["docs/failures.md"]
     parts = [term.strip("`") for term in terms(page, "Read a failure")]
-    first, *others = [block for block in blocks(page, "text") if block.startswith("rule ")]
+    first, *others = [block for block in blocks(page, "text") if block.startswith("...\nrule ")]
     shown = re.findall(r"^([a-z]+) +\S", first, re.MULTILINE)
     assert [part for part in parts if part != "log"] == shown
     assert all(set(re.findall(r"^([a-z]+) +\S", other, re.MULTILINE)) <= set(parts) for other in others)

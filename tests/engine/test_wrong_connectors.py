@@ -245,7 +245,7 @@ WRONG = [
     ),
     mistake(
         "RaisesAtStart",
-        {"engines_start": "P did not start: ValueError: no such fabric"},
+        {"engines_start": r"P did not start: ValueError in __init__ \(failures.py:\d+\): no such fabric"},
         blocked=STOPPED | {"completes"},
     ),
     mistake(

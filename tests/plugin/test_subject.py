@@ -57,6 +57,35 @@ def test_a_name_that_is_not_registered(vllm, monkeypatch):
     assert resolve(Settings(connector="OneConector")).connector == "OneConector"
 
 
+def test_the_connector_of_the_project_is_suggested_before_those_of_vllm(vllm, tmp_path):
+    (tmp_path / "pyproject.toml").write_text('[tool.kvconform]\nconnector = "my_connector:MyConnector"')
+    with pytest.raises(BadSetting, match=r"did you mean my_connector:MyConnector, as in pyproject.toml\?"):
+        resolve(Settings(connector="MyConnector"), tmp_path)
+    with pytest.raises(BadSetting, match=r"did you mean TwoConnector\?"):
+        resolve(Settings(connector="TwoConector"), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("spec", "better"),
+    [
+        ("my_connector.py:MyConnector", "my_connector:MyConnector"),
+        ("./my_connector.py:MyConnector", "my_connector:MyConnector"),
+        ("my_pkg/mod.py:Mine", "my_pkg.mod:Mine"),
+        ("my_pkg/mod:Mine", "my_pkg.mod:Mine"),
+    ],
+)
+def test_a_file_in_the_place_of_a_module(tmp_path, monkeypatch, spec, better):
+    (tmp_path / "my_connector.py").touch()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(BadSetting, match=rf"names a file and no module \(did you mean {better}\?\)"):
+        resolve(Settings(connector=spec))
+
+
+def test_a_module_may_be_called_py(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert resolve(Settings(connector="my_pkg.py:Mine")).module == "my_pkg.py"
+
+
 def test_without_vllm_a_name_is_left_to_the_probe(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert registered_names() is None
@@ -70,7 +99,7 @@ def test_the_installed_vllm_is_readable():
     assert {"NixlConnector", "ExampleConnector", "MultiConnector"} <= set(names)
 
 
-@pytest.mark.parametrize("spec", ["a b:C", "a:", ":C", "a:b:C", "a/b.py:C", "1a:C", "a..b:C", "a-b"])
+@pytest.mark.parametrize("spec", ["a b:C", "a:", ":C", "a:b:C", "a b/c.py:C", "1a:C", "a..b:C", "a-b"])
 def test_a_malformed_spec(spec, vllm):
     with pytest.raises(BadSetting, match="neither NAME nor MODULE:CLASS"):
         resolve(Settings(connector=spec))

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from pytest_kvconform import cli
-from pytest_kvconform.report import document, page
+from pytest_kvconform.report import document, failure, page
 from pytest_kvconform.report.page import contents, transfers
 from pytest_kvconform.result import QUESTIONS, CaseResult, Outcome
 from pytest_kvconform.rules.levels import LEVELS
@@ -38,6 +38,16 @@ def test_the_option_writes_the_page(kv):
     assert file.read_text() == page.render(document.read(run.path))
     assert "kv: page: kv-report/report.html" in run.lines
     assert [one.name for one in sorted(run.path.parent.iterdir())] == ["report.html", "report.json"]
+
+
+def test_a_page_of_an_earlier_report_does_not_stay(kv):
+    file = kv("--kv-html", deeds=DEEDS).path.with_name("report.html")
+    assert file.exists()
+    kv()
+    assert not file.exists()
+    file.write_text("<title>of another program</title>")
+    kv()
+    assert file.exists()
 
 
 def test_a_page_that_cannot_be_written_changes_no_verdict(kv, pytester):
@@ -85,7 +95,7 @@ def test_each_square_names_its_cases_and_leads_to_them(kv):
 def test_a_cause_shows_its_first_case_and_the_line_to_run_it_again(kv):
     run = kv(deeds=DEEDS)
     report = document.read(run.path)
-    first, second = contents.causes(report, {}, contents.settings_of(report))
+    first, second = contents.causes(report, {}, failure.settings_of(report))
     assert (first.cause.outcome, len(first.cause.ids)) == (Outcome.FAIL, 6)
     assert first.ids == [
         "kv::engine/bytes::arrive[gemma3-P1D1-{n16,n63,n95}]",

@@ -216,6 +216,33 @@ def test_list_and_explain(fake, capsys):
         assert words in out
     assert cli.main(["explain", "KV-BYTE-001"]) == 2
     assert "did you mean KV-BYTES-00" in capsys.readouterr().err
+    for case in ("kv::engine/bytes::arrive[llama-P1D1-n63]", "kv::engine/bytes::arrive"):
+        assert cli.main(["explain", case]) == 0
+        assert capsys.readouterr().out == out
+
+
+@pytest.mark.parametrize(
+    ("word", "says"),
+    [
+        ("prefix-hit", "prefix-hit is a feature, and no rule; see: kvconform list features"),
+        ("core", "core is a level, and no rule; see: kvconform list levels"),
+        ("kv::engine/bytes", "kv::engine/bytes has cases of 2 rules: KV-BYTES-001, KV-BYTES-002"),
+        ("kv::engine/bytes::arive", "there is no case, module or tier kv::engine/bytes::arive (did you mean"),
+    ],
+)
+def test_what_is_no_rule_is_named(fake, capsys, word, says):
+    assert cli.main(["explain", word]) == 2
+    assert capsys.readouterr().err.startswith(f"kvconform: {says}")
+
+
+@pytest.mark.parametrize(
+    ("command", "argument"), [("badge", "CLAIM"), ("html", "REPORT"), ("diff", "A"), ("verify", "REPORT")]
+)
+def test_arguments_have_a_description(capsys, command, argument):
+    with pytest.raises(SystemExit):
+        cli.main([command, "--help"])
+    [row] = [one for one in capsys.readouterr().out.splitlines() if one.split()[:1] == [argument]]
+    assert len(row.split()) > 2
 
 
 def test_doctor_says_what_is_missing():
@@ -230,6 +257,8 @@ def test_doctor_says_what_is_missing():
     assert advice(versions, {"torch": good, "vllm": good, "nixl": good}, [])[0].startswith(
         "can run  every connector that works on cpu"
     )
+    ours = advice(versions, {"torch": good, "vllm": good, "nixl": good}, [], "mine:Mine")[0]
+    assert ours.endswith("try: pytest --kv-connector=mine:Mine --kv-family=llama")
     assert any(
         "pip install nixl" in line
         for line in advice(versions, {"torch": good, "vllm": good, "nixl": bad}, [])
@@ -300,4 +329,18 @@ def test_doctor_survives_imports_that_fail(monkeypatch, capsys):
     assert "no kernels" in found["vllm"].message
     assert "not done after" in found["nixl"].message
     assert doctor.main() == 1
-    assert "suite    " in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert said.out.startswith("python ")
+    assert said.err == "importing torch, vLLM and NIXL, which takes up to half a minute\n"
+
+
+@pytest.mark.parametrize(
+    ("table", "named"), [('connector = "mine:Mine"', "mine:Mine"), ("connector = [", ""), ("", "")]
+)
+def test_doctor_names_the_connector_of_the_folder(tmp_path, monkeypatch, table, named):
+    from pytest_kvconform import doctor
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("KVCONFORM_CONNECTOR", raising=False)
+    (tmp_path / "pyproject.toml").write_text(f"[tool.kvconform]\n{table}")
+    assert doctor._configured() == named

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from pytest_kvconform import features
+from pytest_kvconform.apply_declaration import FeatureResult
 from pytest_kvconform.report import terminal
 from pytest_kvconform.report.failure import compress_ids
 
@@ -104,8 +107,9 @@ def test_progress_does_not_break_the_dots(kv):
 
 def test_the_table(kv):
     run = kv(deeds={"arrive(gemma3-P1D2*": "violate", "hello(llama*": "blocked"})
-    assert summary_of(run)[1:10] == [
+    assert summary_of(run)[1:11] == [
         "level core           INCOMPLETE  2✓ 1B",
+        "  1 of 3 cases could not run here: no GPU here; run on a machine with one",
         "level hybrid         CONFORMS    4✓",
         "level heterogeneous  VIOLATES    1✓ 3✗",
         "level resilient      CONFORMS    2✓",
@@ -116,6 +120,55 @@ def test_the_table(kv):
         "engine/bytes       4✓      1✓ 3✗  2✓",
     ]
     assert "C 1.2.3 · vLLM 0.32.0 · suite" in summary_of(run)[0]
+
+
+ON = "kv::engine/bytes::arrive[llama-P1D1-n16]"
+
+
+def test_a_case_that_did_not_run_and_that_others_need_has_a_command(kv):
+    deeds = {"hello(llama*": f"depends on {ON}"}
+    run = kv("kv::interface", deeds=deeds)
+    lines = summary_of(run)
+    assert f"again: pytest --kv-connector=m:C --kv-declare={run.declared} '{ON}'" in lines
+    assert lines[-2] == (
+        "INCOMPLETE: 1 of 3 cases could not run: "
+        f"depends on {ON}: P did not start: KeyError in __init__ (m.py:61): 'hosts'"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "on"), [((), ON), (("kv::interface",), "kv::engine/bytes::arrive[llama-P1D1]")]
+)
+def test_a_case_that_ran_or_does_not_exist_has_no_command(kv, arguments, on):
+    lines = summary_of(kv(*arguments, deeds={"hello(llama*": f"depends on {on}", "arrive(llama*": "violate"}))
+    assert any(on in line for line in lines)
+    assert not [line for line in lines if line.startswith("again")]
+
+
+def test_a_level_that_does_not_conform_has_its_reason(kv):
+    deeds = {"hello(llama*": "blocked", "window*": "violate", "arrive(gemma3-P1D2*": "moves nothing"}
+    lines = summary_of(kv(deeds=deeds))
+    reasons = {line.split()[1]: after for line, after in pairwise(lines) if line.startswith("level ")}
+    assert reasons["core"] == "  1 of 3 cases could not run here: no GPU here; run on a machine with one"
+    assert reasons["hybrid"].startswith("level ")
+
+
+def test_the_reason_of_the_only_level_is_the_last_line(kv):
+    lines = summary_of(kv("--kv-level=core", deeds={"*": "moves nothing"}))
+    assert lines[-2].startswith("INCOMPLETE: 3 cases passed, but no byte was moved")
+    assert len([line for line in lines if "no byte was moved" in line]) == 1
+
+
+def test_names_of_features_are_wrapped_and_never_cut(kv):
+    lines = terminal._features(
+        [
+            FeatureResult(name=name, declared="supported", observed="works", cases=1, passed=1)
+            for name in features.load()
+        ],
+        80,
+    )
+    assert max(map(len, lines)) <= 80
+    assert set(features.load()) <= set(" ".join(lines).split())
 
 
 def test_without_unicode_everything_is_ascii(kv, monkeypatch):
@@ -165,8 +218,10 @@ def test_the_summary_is_short_and_narrow_whatever_happened(kv, width):
         small, results=results, troubles=troubles, selection=selection, verdict=verdict
     )
     lines = terminal.summary(big, "kv-report/report.json", width, unicode=True)
-    assert [text.split()[1] for text, _ in lines[:5]] == list(LEVELS)
-    assert 8 < len(lines) + 1 <= 33
+    assert [text.split()[1] for text, _ in lines if text.startswith("level ")] == list(LEVELS)
+    more = sum(text.startswith("    ") for text, _ in lines)  # what of a long line did not fit in its width
+    assert 8 < len(lines) + 1 - more <= 38
+    assert more <= 20
     table = [
         text
         for text, _ in lines[: next(n for n, (text, _) in enumerate(lines) if text.startswith("selection"))]

@@ -14,8 +14,16 @@ from pathlib import Path
 
 import pytest
 
-from pytest_kvconform.result import HarnessError
-from pytest_kvconform.rigs.launch import ENGINE_MODULES, GEOMETRY_MODULES, PRELOAD, Zygote, wait_for_zygote
+from pytest_kvconform.result import Blocked, HarnessError
+from pytest_kvconform.rigs.launch import (
+    CLOSE_S,
+    ENGINE_MODULES,
+    GEOMETRY_MODULES,
+    PRELOAD,
+    Zygote,
+    launch_zygote,
+    wait_for_zygote,
+)
 from pytest_kvconform.rigs.processes import cores, linux
 from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.processes.zygote import SOCKET
@@ -43,6 +51,37 @@ def test_an_early_end_is_reported(tmp_path: Path, code: str, ends: list[str]) ->
     name = f"the zygote (process {process.pid}, from which engines are forked)"
     assert Zygote(process, run_dir).close() == [f"{name} had ended before, with {end}" for end in ends]
     assert not run_dir.exists()
+
+
+def import_for_ever(arguments: object) -> None:
+    """Stands for the preloading of vLLM."""
+    time.sleep(600)
+
+
+def test_a_zygote_that_still_imports_is_not_waited_for() -> None:
+    """A usage error is printed after the end of the zygote."""
+    zygote = launch_zygote((), preload=f"{__name__}:import_for_ever")
+    for _ in range(600):
+        if Path(zygote.address).exists():
+            break
+        time.sleep(0.1)
+    began = time.monotonic()
+    assert zygote.close() == []
+    assert time.monotonic() - began < CLOSE_S / 2
+    assert not zygote.run_dir.exists()
+
+
+def import_what_is_not_there(arguments: object) -> None:
+    importlib.import_module("no_such_module")
+
+
+def test_without_vllm_the_reason_names_the_command_that_helps() -> None:
+    zygote = launch_zygote((), preload=f"{__name__}:import_what_is_not_there")
+    try:
+        with pytest.raises(Blocked, match=r"no_such_module is not installed .*: kvconform doctor says"):
+            wait_for_zygote(zygote.address, 60.0)
+    finally:
+        assert zygote.close() == []
 
 
 @pytest.mark.parametrize(("starved", "ready"), [(False, False), (True, True)])

@@ -13,11 +13,12 @@ import pytest
 import yaml
 
 from pytest_kvconform import cli, features, starter
-from pytest_kvconform.settings import load
+from pytest_kvconform.settings import Settings, load
 from pytest_kvconform.subject import resolve
 from tests.docs.pages import PAGES, blocks
 
 FILES = [".github/workflows/kvconform.yml", "my_connector.py", "pyproject.toml"]
+EVERY_FILE = [FILES[0], ".gitignore", *FILES[1:]]
 
 
 @pytest.fixture(autouse=True)
@@ -34,8 +35,8 @@ def files(folder: Path) -> list[str]:
 
 def test_what_it_prints_is_on_the_page(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["new", "my_connector"]) == 0
-    assert capsys.readouterr().out == blocks(PAGES["docs/start.md"], "text")[0]
-    assert files(folder) == FILES
+    assert capsys.readouterr().out in blocks(PAGES["docs/start.md"], "text")
+    assert files(folder) == EVERY_FILE
     assert not [name for name in FILES if re.search("starter", (folder / name).read_text(), re.IGNORECASE)]
 
 
@@ -101,6 +102,7 @@ def test_the_name_of_the_class(module: str, name: str) -> None:
         ("class", "'class' is no name for a connector"),
         ("json", "a module json is installed here already"),
         ("numpy", "a module numpy is installed here already"),
+        ("my_connector.py", "(did you mean my_connector?)"),
         ("conftest", "pytest itself would load conftest.py"),
         ("a" * 300, "a name has at most 100 letters, and this one has 300"),
         ("test_mine", "pytest itself would load test_mine.py"),
@@ -123,6 +125,18 @@ def test_a_file_that_exists_stays(folder: Path, capsys: pytest.CaptureFixture[st
     assert (folder / there).read_text() == "mine"
 
 
+def test_rules_of_git_that_exist_stay(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / ".gitignore").write_text("mine")
+    assert cli.main(["new", "my_connector"]) == 0
+    assert ".gitignore" not in capsys.readouterr().out
+    assert (folder / ".gitignore").read_text() == "mine"
+
+
+def test_git_ignores_what_runs_write(folder: Path) -> None:
+    cli.main(["new", "my_connector"])
+    assert f"{Settings.report}/" in (folder / ".gitignore").read_text().splitlines()
+
+
 def test_a_link_to_nowhere_stays(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "pyproject.toml").symlink_to("elsewhere.toml")
     assert cli.main(["new", "my_connector"]) == 2
@@ -134,7 +148,7 @@ def test_two_files_that_exist_are_both_named(folder: Path, capsys: pytest.Captur
     cli.main(["new", "my_connector"])
     assert cli.main(["new", "another"]) == 2
     assert f"pyproject.toml and {FILES[0]} exist already" in capsys.readouterr().err
-    assert files(folder) == FILES
+    assert files(folder) == EVERY_FILE
 
 
 def test_nothing_is_left_if_a_file_cannot_be_written(

@@ -9,17 +9,20 @@ levels, the table of cells, the causes with their first case.
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 from importlib import resources
 from pathlib import Path
 
 from pytest_kvconform import __version__, rules
 from pytest_kvconform.report.document import Report
+from pytest_kvconform.report.failure import settings_of
 from pytest_kvconform.report.files import write_file
 from pytest_kvconform.report.page import contents, transfers
 from pytest_kvconform.report.terminal import left_out_here, title
 
 FILE = "report.html"
+_TITLE = "· KV conformance ·"  # in every page, see `terminal.title`
 
 
 def render(report: Report) -> str:
@@ -27,7 +30,7 @@ def render(report: Report) -> str:
     import jinja2  # here, so that a run without a page does not load it
 
     known = rules.load() if report.suite == __version__ else {}
-    settings = contents.settings_of(report)
+    settings = settings_of(report)
     environment = jinja2.Environment(
         loader=jinja2.FunctionLoader(_asset),
         autoescape=True,
@@ -61,6 +64,15 @@ def render(report: Report) -> str:
 def write(report: Report, path: Path) -> Path:
     """Write the page. A reader sees the old file or the whole new one. Raises OSError."""
     return write_file(path, render(report).encode())
+
+
+def remove(path: Path) -> None:
+    """Remove a page, which shows an earlier report. A file that is no page of this suite stays."""
+    with contextlib.suppress(OSError):
+        with path.open("rb") as file:
+            ours = _TITLE.encode() in file.read(4096)
+        if ours:
+            path.unlink()
 
 
 def _asset(name: str) -> str:

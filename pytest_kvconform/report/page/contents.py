@@ -11,7 +11,7 @@ from pytest_kvconform.report.failure import compress_ids, failure_line, failure_
 from pytest_kvconform.report.page.timeline import Timeline, timeline
 from pytest_kvconform.result import QUESTIONS, CaseResult, Evidence, Outcome
 from pytest_kvconform.rules import Rule
-from pytest_kvconform.settings import OPTIONS, Settings
+from pytest_kvconform.settings import Settings
 from pytest_kvconform.verdict import Cause, LevelVerdict
 
 _WORST = (  # the outcome that colours a cell of the table
@@ -60,17 +60,6 @@ class Score(NamedTuple):
     notes: list[tuple[str, str]]
     questions: str  # a sign for each question; "" if the report has none
     line: str  # what went wrong
-
-
-def settings_of(report: Report) -> Settings:
-    """Return the settings with which the run was made, as far as this suite knows them."""
-    known = {option.key: option for option in OPTIONS}
-    given = {key: one for key, one in report.settings.items() if key in known}
-    values: dict[str, Any] = {
-        known[key].name: tuple(one.value) if isinstance(one.value, list) else one.value
-        for key, one in given.items()
-    }
-    return Settings(**values, origins={known[key].name: one.origin for key, one in given.items()})
 
 
 def set_by_user(report: Report) -> list[tuple[str, str, str]]:

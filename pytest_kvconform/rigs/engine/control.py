@@ -7,7 +7,6 @@ engine fails has no control, and costs nothing.
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -20,7 +19,7 @@ from pytest_kvconform.rigs.context import Deadlines, RunContext, SubjectFacts
 from pytest_kvconform.rigs.engine.handle import EngineFailed
 from pytest_kvconform.rigs.engine.messages import CONV_LAYOUT, NO_CONNECTOR, EngineFacts
 from pytest_kvconform.rigs.engine.pairs import EnginePairs, Handle
-from pytest_kvconform.rigs.processes.stacks import OF_VLLM, Frame, is_hook
+from pytest_kvconform.rigs.processes.stacks import OF_VLLM, Frame, is_hook, is_of_class
 from pytest_kvconform.rigs.vllm_setup.hooks import IN_STACKS
 
 WITHOUT = " without the connector"  # in the progress line
@@ -41,16 +40,12 @@ class Ended(Protocol):
 
 def shows_connector(frames: Iterable[Frame], facts: SubjectFacts) -> bool:
     """Whether a stack has code of the connector: of the package of its class, or a hook."""
-    folder, name = os.path.split(facts.file)
-    in_package = "." in facts.module or name == "__init__.py"
-    own = os.path.join(folder, "") if in_package else facts.file
     in_vllm = OF_VLLM in facts.file
     return any(
-        OF_VLLM in file
-        or (not in_vllm and bool(facts.file) and file.startswith(own))
+        OF_VLLM in frame[0]
+        or (not in_vllm and is_of_class(frame, facts.file, facts.module))
         or is_hook(frame, IN_STACKS)
         for frame in frames
-        for file in frame[:1]
     )
 
 

@@ -9,7 +9,7 @@ import contextlib
 import os
 import shutil
 import signal
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +109,7 @@ class EngineHandle:
         self.keeps = False  # of P: earlier engines of the cell have kept something, see release.py
         self.kept: tuple[Usage, Usage] | None = None  # of P: what P and D are known to keep, see release.py
         self.note = ""  # why the engine cannot reach a peer by the params of its requests, since `begin_log`
+        self.own: Callable[[Frame], bool] = lambda frame: False  # whether a frame is code of the connector
         self.dead, self.asked = False, True  # asked: a call is pending; the first is its start
 
     def wait_ready(self) -> EngineFacts:
@@ -228,7 +229,7 @@ class EngineHandle:
         kind, message, frames = rest
         frames = (*frames, *self.process.last_stacks())  # the latter of a rank that died
         stack = self.process.stack(IN_STACKS)
-        where = _where(stack, message) or ("" if name == "start" else f" in {name}")
+        where = _where(stack, message) or (self._own_place(frames) if name == "start" else f" in {name}")
         raise EngineFailed(
             self.role,
             how,
@@ -237,6 +238,10 @@ class EngineHandle:
             _lines(stack),
             frames,
         )
+
+    def _own_place(self, frames: Iterable[Frame]) -> str:
+        """ " in __init__ (file.py:12)": the innermost frame of the connector's own code; "" without one."""
+        return next((_in(frame) for frame in frames if self.own(frame)), "")
 
     def _died(self, name: str) -> None:
         self.dead = True
@@ -327,9 +332,11 @@ def _where(stack: tuple[Frame, ...], message: str = "") -> str:
     Without such a frame, and without a `message` that would explain the exception, where it was raised.
     """
     hooks = [frame for frame in stack if frame[2] in IN_STACKS] or ([] if message else list(stack))
-    if not hooks:
-        return ""
-    file, line, name = hooks[0]
+    return _in(hooks[0]) if hooks else ""
+
+
+def _in(frame: Frame) -> str:
+    file, line, name = frame
     return f" in {name} ({Path(file).name}:{line})"
 
 

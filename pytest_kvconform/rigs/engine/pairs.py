@@ -8,6 +8,7 @@ another cell start, or until the bench ends it. A pair that did not start is not
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -17,6 +18,7 @@ from pytest_kvconform.rigs.context import RunContext
 from pytest_kvconform.rigs.engine.handle import EngineFailed, EngineHandle, leave_all
 from pytest_kvconform.rigs.engine.messages import EngineFacts
 from pytest_kvconform.rigs.missing import waits_for_server, what_is_missing
+from pytest_kvconform.rigs.processes.stacks import is_of_class
 
 Handle = TypeVar("Handle", bound=EngineHandle)
 TAKEN = "Address already in use"  # of the system, for EADDRINUSE
@@ -66,6 +68,7 @@ class EnginePairs(Generic[Handle]):
         self.context.progress(f"starting {engines}{self.remark}")
         name, start_s = self.context.next_name(), self.context.deadlines.start
         call_s, hung_in = self.calls * self.context.deadlines.call, self.context.hung_in
+        facts = self.context.facts
         folder = self._folders[key] = self.context.store_folder(name)
         pair: list[Handle] = []
         try:
@@ -73,7 +76,8 @@ class EnginePairs(Generic[Handle]):
                 made = spec(role, tp[role], str(folder))
                 known_as = f"{cell}-{role}-{name}"
                 pair.append(self.handle(self.context.place(role), known_as, made, call_s, start_s, hung_in))
-            facts = [engine.wait_ready() for engine in pair]
+                pair[-1].own = partial(is_of_class, file=facts.file, module=facts.module)
+            up = [engine.wait_ready() for engine in pair]
         except EngineFailed as failed:
             for engine in pair:
                 engine.end()
@@ -83,7 +87,7 @@ class EnginePairs(Generic[Handle]):
             self._started[key] = failed
             self.note_what_is_missing(failed)
             raise
-        self._started[key] = facts[0], facts[-1]
+        self._started[key] = up[0], up[-1]
         pair[0].keeps = cell in self.context.keeping
         self._pairs[key] = pair[0], pair[-1]
         return self._pairs[key]

@@ -28,6 +28,16 @@ def is_hook(frame: Frame, hooks: Collection[str]) -> bool:
     return function in hooks and (OF_VLLM in file or not any(part in file for part in NOT_HOOKS))
 
 
+def is_of_class(frame: Frame, file: str, module: str) -> bool:
+    """Whether a frame is code of the package of a class, or of its module if that is in no package.
+
+    `file`, `module`: of the class; "": not known.
+    """
+    folder, name = os.path.split(file)
+    in_package = "." in module or name == "__init__.py"
+    return bool(file) and frame[0].startswith(os.path.join(folder, "") if in_package else file)
+
+
 def most_telling_stack(text: str, functions: Collection[str]) -> tuple[Frame, ...]:
     """The last stack in a log that passes through one of `functions`; without one, the last stack.
 

@@ -55,6 +55,7 @@ from pytest_kvconform.rigs.processes.linux import (
 from pytest_kvconform.rigs.processes.shared_memory import SharedMemory
 
 SOCKET = "zygote.sock"
+READY = "ready"  # file that exists as soon as the zygote answers
 LOOK_S = 0.05  # between two looks at children that shut down
 GONE_S = 2.0  # for a child to end after the end of its connection
 LIVED = -1  # instead of a wait status: the child had not ended by then
@@ -282,10 +283,15 @@ def main(run_dir: Path, preload: str, arguments: dict[str, Any]) -> int:
                 server.ready = ("ready", function_named(preload)(arguments))
         except ModuleNotFoundError as error:
             traceback.print_exc()
-            server.ready = ("failed", "missing", f"{error.name} is not installed in this environment")
+            server.ready = (
+                "failed",
+                "missing",
+                f"{error.name} is not installed in this environment: kvconform doctor says what to install",
+            )
         except Exception as error:
             traceback.print_exc()
             server.ready = ("failed", "harness", f"{type(error).__name__}: {error}")
+        (run_dir / READY).touch()
         gc.enable()
         # Children inherit the heap; without this the collector of each child walks it for a second.
         gc.freeze()

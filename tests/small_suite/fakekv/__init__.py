@@ -44,6 +44,8 @@ def act(bench, rule, name, variant, moved):
         )
     if deed == "depends on a refusal":
         raise Blocked("depends on kv::engine/start::engines_start: P did not start", refused=True)
+    if deed.startswith("depends on kv::"):
+        raise Blocked(f"{deed}: P did not start: KeyError in __init__ (m.py:61): 'hosts'")
     if deed == "blocked":
         raise Blocked("no GPU here; run on a machine with one")
     if deed == "harness":
