@@ -243,11 +243,13 @@ def _explain(options: argparse.Namespace) -> int:
 
 def _rule_of_case(name: str) -> str:
     """Return the id of the rule of a case. Raises BadSetting for several cases with several rules."""
-    selected = plan.make_plan(Settings(), (name,)).selected
-    selected = selected or plan.make_plan(Settings(matrix="full"), (name,)).selected
-    found = sorted({planned.case.rule for planned in selected})
+    full = plan.make_plan(Settings(matrix="full"), (name,))
+    found = sorted({planned.case.rule for planned in full.selected})
+    if not found:
+        why = sorted({str(why) for id, why in full.limited if id.partition("[")[0] == name.partition("[")[0]})
+        raise BadSetting(f"{name} has no case that can run here: {'; '.join(why)}")
     if len(found) != 1:
-        raise BadSetting(f"{name} has cases of {len(found)} rules: {', '.join(found) or 'none'}")
+        raise BadSetting(f"{name} has cases of {len(found)} rules: {', '.join(found)}")
     return found[0]
 
 

@@ -254,7 +254,7 @@ def _check_registered(name: str, root: Path | None) -> None:
     if names is None or name in names or _plugins_that_may_register():
         return  # the probe reports a missing vLLM; a plugin of vLLM may register further names
     ours = str(read_table(root / "pyproject.toml").get("connector", "")) if root else ""
-    same = ours.rpartition(":")[2].casefold() == name.casefold()
+    same = ":" in ours and ours.rpartition(":")[2].casefold() == name.casefold()
     hint = f" (did you mean {ours}, as in pyproject.toml?)" if same else did_you_mean(name, names)
     raise BadSetting(
         f"--kv-connector: vLLM registers no connector {name!r}{hint}; it "

@@ -22,7 +22,7 @@ def check_all_freed(
     blocks which P keeps break.
     """
     waited_s, took_s = (released.waited_s, released.took_s) if released else (0.0, 0.0)
-    for role, usage in usages.items():
+    for role, usage in sorted(usages.items()):  # D first: what P keeps may only break a SHOULD
         held = usage.total_blocks - usage.free_blocks
         groups = [f"group {g}: {', '.join(names)}" for g, names in enumerate(usage.group_requests) if names]
         if held or usage.requests or groups:

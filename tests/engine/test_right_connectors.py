@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
 
 import pytest
 
 from model_matrix import load_families
+from pytest_kvconform.result import Violation
+from pytest_kvconform.rigs.engine import ends
+from pytest_kvconform.rigs.engine.messages import Usage
+from pytest_kvconform.rigs.processes.linux import threads
+from pytest_kvconform.suite._released_blocks import check_all_freed
 from tests.helpers.case_runner import CellRun
 
 FEW = "n1 n63 n64 n65 two_at_once partial_hit abort_loading"
@@ -80,3 +86,25 @@ def test_blocks_that_d_does_not_read_may_stay_until_the_lease_ends(
     found = {name: finding.rule for name, finding in run.findings.items()}
     assert found == {f"all_blocks_are_freed[{variant}]": rule if leases else "KV-BLOCKS-001"}
     assert set(run.outcomes.values()) == {"PASS", "FAIL"} and len(run.outcomes) == 4
+
+
+def test_what_d_keeps_is_not_hidden_by_what_p_may_keep() -> None:
+    usage = Usage(free_blocks=8, total_blocks=9, requests=("a",), group_requests=(("a",),), unfinished=True)
+    with pytest.raises(Violation) as raised:
+        check_all_freed({"P": usage, "D": usage}, None, 0, rule_of_p="KV-ABORT-002")
+    assert raised.value.finding.rule == "KV-BLOCKS-001"
+    assert "D still holds 1 of 9 blocks" in raised.value.finding.happened
+
+
+def test_a_thread_that_takes_its_name_late_is_not_the_connector_s() -> None:
+    """gloo's threads have the name of the process at first."""
+    goes_on, noted = threading.Event(), threads()
+    late, other = (threading.Thread(target=goes_on.wait, args=(9,), name=name) for name in ("late", "other"))
+    late.start()
+    before = ends.Before(threads=noted | {str(late.native_id): "pytest"})
+    try:
+        assert ends._left(before)[0] == ()
+        other.start()
+        assert ends._left(before)[0] == ("other",)
+    finally:
+        goes_on.set()

@@ -57,6 +57,12 @@ def test_a_name_that_is_not_registered(vllm, monkeypatch):
     assert resolve(Settings(connector="OneConector")).connector == "OneConector"
 
 
+def test_a_typo_in_the_project_is_not_its_own_mend(vllm, tmp_path, monkeypatch):
+    (tmp_path / "pyproject.toml").write_text('[tool.kvconform]\nconnector = "OneConector"')
+    with pytest.raises(BadSetting, match=r"did you mean OneConnector\?"):
+        resolve(Settings(connector="OneConector"), tmp_path)
+
+
 def test_the_connector_of_the_project_is_suggested_before_those_of_vllm(vllm, tmp_path):
     (tmp_path / "pyproject.toml").write_text('[tool.kvconform]\nconnector = "my_connector:MyConnector"')
     with pytest.raises(BadSetting, match=r"did you mean my_connector:MyConnector, as in pyproject.toml\?"):

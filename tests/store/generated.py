@@ -34,6 +34,13 @@ class SavesBeforeTheForward(WholeBlocks):
         self.save(kv_connector_metadata.early)
 
 
+class OneKeyForAll(WholeBlocks):
+    """The key of a block is its place in the prompt, whatever the tokens are."""
+
+    def keys(self, request: Any) -> list[str]:
+        return [str(place) for place, _ in enumerate(super().keys(request))]
+
+
 class SavesWithTheLoads(SavesBeforeTheForward):
     """Saves it in start_load_kv: before the forward if another request of the step loads synchronously."""
 

@@ -83,6 +83,11 @@ def test_a_store_that_saves_what_is_not_computed_is_found(
     ), finding.happened
 
 
+def test_a_load_of_nothing_that_was_sampled_says_nothing_of_it(run_case: Callable[..., CellRun]) -> None:
+    finding = run_case("OneKeyForAll").findings[CASE]
+    assert finding.rule == "KV-BYTES-001" and "were sampled for" not in finding.happened
+
+
 def test_a_pair_hands_over_what_p_computed_and_generates_nothing(run_case: Callable[..., CellRun]) -> None:
     found = run_case("reference_connector:ReferenceConnector", "")
     assert found.outcomes == {CASE: "NOT-APPLICABLE"}

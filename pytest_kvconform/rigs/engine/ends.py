@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_kvconform.rigs.engine.messages import Leftovers
 from pytest_kvconform.rigs.processes.cores import Deadline
-from pytest_kvconform.rigs.processes.linux import children_but_pythons, listening_sockets, thread_names
+from pytest_kvconform.rigs.processes.linux import children_but_pythons, listening_sockets, threads
 from pytest_kvconform.rigs.processes.stacks import Frame, stack_of
 from pytest_kvconform.rigs.vllm_setup.overrides import unfreeze_heap
 
@@ -27,7 +27,7 @@ MOMENT_S = 4.0  # that threads, processes and ports may take to end
 class Before:
     """What a process had before the connector was built. The connector need not end what vLLM keeps."""
 
-    threads: Counter[str] = field(default_factory=Counter)
+    threads: dict[str, str] = field(default_factory=dict)  # id -> name
     ports: frozenset[str] = frozenset()
     noted: bool = False
 
@@ -40,7 +40,7 @@ def note_environment() -> Before:
 
     def create_connector(*args: Any, **kwargs: Any) -> Any:
         if not before.noted and os.getpid() == process:  # not in a rank that was forked
-            before.threads, before.ports = thread_names(), frozenset(listening_sockets(process))
+            before.threads, before.ports = threads(), frozenset(listening_sockets(process))
             before.noted = True
         return create(*args, **kwargs)
 
@@ -79,9 +79,12 @@ def shut_down(engine: EngineProcess, before: Before) -> Leftovers:
 
 def _left(before: Before) -> tuple[tuple[str, ...], tuple[int, ...], tuple[str, ...]]:
     """Threads, processes and listening ports that the process did not have before."""
-    pid = os.getpid()
+    pid, now = os.getpid(), threads()
+    # by ids first: a thread of vLLM may have taken its name after it was noted
+    new = [name for one, name in now.items() if one not in before.threads]
+    gone = [name for one, name in before.threads.items() if one not in now]
     return (
-        tuple(sorted((thread_names() - before.threads).elements())),
+        tuple(sorted((Counter(new) - Counter(gone)).elements())),
         tuple(children_but_pythons()),
         tuple(address for address in listening_sockets(pid) if address not in before.ports),
     )

@@ -12,7 +12,6 @@ import os
 import signal
 import sys
 import threading
-from collections import Counter
 from pathlib import Path
 
 SHARED_MEMORY = "/dev/shm/"
@@ -173,11 +172,6 @@ def threads() -> dict[str, str]:
         with contextlib.suppress(OSError):
             found[task] = python.get(task) or Path(f"/proc/self/task/{task}/comm").read_text().strip()
     return found
-
-
-def thread_names() -> Counter[str]:
-    """Names of all threads of this process, and how many there are of each."""
-    return Counter(threads().values())
 
 
 def listening_sockets(pid: int) -> tuple[str, ...]:

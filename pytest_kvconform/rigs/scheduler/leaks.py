@@ -57,8 +57,10 @@ def walk(root: Any, skip: Callable[[Any], bool] = lambda value: False) -> Iterat
             todo += [((*path, "key"), key) for key in value] + [
                 ((*path, str(key)), inner) for key, inner in list(value.items())
             ]
-        elif isinstance(value, (list, tuple, set, frozenset, range)) or type(value).__name__ == "deque":
+        elif isinstance(value, (list, tuple, set, frozenset)) or type(value).__name__ == "deque":
             todo += [((*path, "item"), inner) for inner in list(value)]
+        elif isinstance(value, range):
+            todo += [((*path, "item"), inner) for inner in value[:MANY]]
         elif type(value).__name__ == "ndarray":
             todo += [((*path, "item"), inner) for inner in value.ravel().tolist()]
         elif not is_not_ours(value):

@@ -268,13 +268,6 @@ def load_fills_the_allocated_blocks(rig: Rig, situation: str) -> Evidence:
     named = frozenset(filter(d.owns_block, d.steps[-1].block_ids_for(d_id)))
     if not named:
         raise NotApplicable("the metadata names no block in a form that the suite can read")
-    all_of_them = {block for group in placed.arguments["blocks"] for block in group}
-    if wrong := sorted(named - all_of_them):
-        raise rig.violation(
-            "",
-            f"the metadata orders a load into blocks {wrong}, which are none of the request's "
-            f"{sorted(all_of_them)}",
-        )
     external, tables = placed.arguments["num_external_tokens"], placed.arguments["blocks"]
     end = d.calls_of(ASKED, d_id)[-1].arguments["num_computed_tokens"] + external
     due = {
@@ -287,6 +280,13 @@ def load_fills_the_allocated_blocks(rig: Rig, situation: str) -> Evidence:
         if due <= named:
             break
         named |= set(filter(d.owns_block, d.step().block_ids_for(d_id)))
+    all_of_them = {block for group in tables for block in group}
+    if wrong := sorted(named - all_of_them):
+        raise rig.violation(
+            "",
+            f"the metadata orders a load into blocks {wrong}, which are none of the request's "
+            f"{sorted(all_of_them)}",
+        )
     if missing := sorted(due - named):
         raise rig.violation(
             "",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_cache_interface import MambaSpec
 
@@ -64,18 +65,27 @@ class KeepsWhatLoads(Right):
         return keeps or bool(loaded and request.status.name == "FINISHED_ABORTED"), params
 
 
+class KeepsWhatLoadsBesideATensor(KeepsWhatLoads):
+    """The same, and its metadata has a tensor, too."""
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        meta = super().build_connector_meta(scheduler_output)
+        meta.slots = torch.zeros(3)
+        return meta
+
+
 class ForgetsTheOthers(Right):
     """Announces nothing to the next request when one was aborted."""
 
-    dropping, for_ever = False, False
+    dropping = False
 
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> Ended:
-        self.dropping = request.status.name == "FINISHED_ABORTED" or (self.dropping and self.for_ever)
+        self.dropping = request.status.name == "FINISHED_ABORTED"
         return super().request_finished_all_groups(request, block_ids)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Answer:
         if self.dropping and handed_over(request):
-            self.dropping, request.kv_transfer_params = self.for_ever, None
+            self.dropping, request.kv_transfer_params = False, None
         return super().get_num_new_matched_tokens(request, num_computed_tokens)
 
 
@@ -118,9 +128,3 @@ class LetsItsTwinGo(WaitsForItsTwin):
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> Ended:
         self.loading.pop(request.request_id, None)
         return super().request_finished_all_groups(request, block_ids)
-
-
-class ForgetsAllOthers(ForgetsTheOthers):
-    """Announces nothing to any request after one was aborted."""
-
-    for_ever = True

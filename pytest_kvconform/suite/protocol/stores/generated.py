@@ -42,10 +42,15 @@ def sampled_tokens_are_loaded_as_computed(rig: Rig, variant: None) -> Evidence:
             live.settle(partial(_ended, engine, id, len(tokens), beside, others), "requests")
             wrong, _ = engine.verdict()
             if wrong:
+                happened = wrong[0]
+                if id in happened and len(ids) > 1:  # what one load beside it brings was not sampled
+                    happened += (
+                        f". Tokens {len(tokens) - ASKED - answer} to {len(tokens) - ASKED - 1} were sampled "
+                        f"for {ids[-2]}, which computed KV of all of them but the last"
+                    )
                 raise rig.violation(
                     "",
-                    f"{wrong[0]}. Tokens {len(tokens) - ASKED - answer} to {len(tokens) - ASKED - 1} were "
-                    f"sampled for {ids[-2]}, which computed KV of all of them but the last",
+                    happened,
                     differs="; ".join(wrong[1:3]),
                     check=(
                         "is a block that sampled tokens fill saved before the forward of its last token?",
