@@ -52,9 +52,9 @@ class Loads:
                 raise Violation(self._nothing(r))
             check_computed_once(r)
 
-    def are_due_or_made(self, r: HandedOver) -> bool:
-        """Whether D loaded something of a prompt, or should have."""
-        return r.decode.external_tokens > 0 or load_is_due(self.subject, r, self.block)
+    def are_due(self, r: HandedOver) -> bool:
+        """Whether D should load something of a prompt."""
+        return load_is_due(self.subject, r, self.block)
 
     def _lacks_a_block(self, r: HandedOver) -> bool:
         return whole_blocks(r.length, self.block) > r.decode.local_tokens

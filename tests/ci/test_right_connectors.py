@@ -19,8 +19,9 @@ from tests.helpers.fixtures import ROOT, must_be_installed
 SCRIPT = ROOT / "ci" / "right_connectors.py"
 HERE = ROOT / "tests" / "right_connectors"
 # Classes that no run needs: bases, the wrong connectors beside the right ones, and those that know one rank
-# or one kind of layers, or of which scripted workers cannot report all; tests/faults, tests/peers and
-# test_reuse.py run the cases that they are for.
+# or one kind of layers, of which scripted workers cannot report all, or that load too little beside a fault,
+# or for an answer to show something. tests/faults, tests/peers, tests/engine, test_reuse.py and
+# test_answers.py run the cases that they are for.
 BASES = {"Right", "StopsElsewhere", "LessOfSome", "OtherHalf"}
 WRONG = {
     "MovesNothing",
@@ -33,7 +34,9 @@ WRONG = {
     "FindsNothing",
     "KeepsWhatTheLastStepLacks",
 }
-OTHERS = {"TcpPull", "SavesBeforeReuse", "HoldsBlocks", "SavesInBackground"} | BASES | WRONG
+OTHERS = (
+    {"TcpPull", "SavesBeforeReuse", "HoldsBlocks", "SavesInBackground", "ComputesWhenBusy"} | BASES | WRONG
+)
 
 
 @pytest.fixture(scope="module")

@@ -88,6 +88,19 @@ def test_blocks_that_d_does_not_read_may_stay_until_the_lease_ends(
     assert set(run.outcomes.values()) == {"PASS", "FAIL"} and len(run.outcomes) == 4
 
 
+@pytest.mark.parametrize("family", ["qwen3_5", "llama"])
+def test_a_prompt_that_d_computes_beside_a_load_is_right(
+    run_cases: Callable[..., CellRun], family: str
+) -> None:
+    run = run_cases(
+        "tests.right_connectors.answers:ComputesWhenBusy",
+        family,
+        variants="two_at_once two_samples",
+        only=lambda planned: planned.module == "engine/outputs",
+    )
+    assert set(run.outcomes.values()) == {"PASS"}, run.findings
+
+
 def test_what_d_keeps_is_not_hidden_by_what_p_may_keep() -> None:
     usage = Usage(free_blocks=8, total_blocks=9, requests=("a",), group_requests=(("a",),), unfinished=True)
     with pytest.raises(Violation) as raised:
