@@ -140,3 +140,21 @@ def _lives(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
         return False
+
+
+CLOSES = """
+import subprocess, sys
+from pathlib import Path
+from pytest_kvconform.rigs.processes import zygote
+
+zygote.LEFT_S = 0.2
+server = zygote.ForkServer(Path(sys.argv[1]))
+child = subprocess.Popen(["sleep", "60"], start_new_session=True)
+server._let_leave((child.pid,), 1000.0, "")
+print(server.close())
+"""
+
+
+def test_a_child_that_shuts_down_for_ever_does_not_keep_the_zygote(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", CLOSES, str(tmp_path)]
+    assert subprocess.run(command, capture_output=True, text=True, timeout=50).stdout == "[]\n"

@@ -56,6 +56,7 @@ from pytest_kvconform.rigs.processes.shared_memory import SharedMemory
 
 SOCKET = "zygote.sock"
 READY = "ready"  # file that exists as soon as the zygote answers
+LEFT_S = 12.0  # for children that shut down when the zygote ends; launch.py waits for 20 s
 LOOK_S = 0.05  # between two looks at children that shut down
 GONE_S = 2.0  # for a child to end after the end of its connection
 LIVED = -1  # instead of a wait status: the child had not ended by then
@@ -154,10 +155,11 @@ class ForkServer:
         self.shared_memory.note(list(pids))
         self.leaving.append(Leaving(pids, Deadline(seconds, pids), folder))
 
-    def _look_after_leaving(self) -> None:
-        """Reap children that have shut down, and kill those that have not in time."""
+    def _look_after_leaving(self, at_once: bool = False) -> None:
+        """Reap children that have shut down, and kill those that have not in time, or all `at_once`."""
         for one in list(self.leaving):
-            if all(pid in self.ended or has_ended(pid) for pid in one.pids) or one.deadline.over():
+            ended = all(pid in self.ended or has_ended(pid) for pid in one.pids)
+            if ended or at_once or one.deadline.over():
                 self.leaving.remove(one)
                 for pid in one.pids:
                     self._end(pid, last=pid == one.pids[-1])
@@ -179,8 +181,9 @@ class ForkServer:
 
         Returns a sentence for each process that did not end.
         """
+        end = time.monotonic() + LEFT_S  # by the clock, as pytest's process waits for the answer
         while self.leaving:
-            self._look_after_leaving()
+            self._look_after_leaving(at_once=time.monotonic() > end)
             time.sleep(0.005)
         deadline = Deadline(5.0, (os.getpid(),))
         while (pids := children_of(os.getpid())) and not deadline.over():
