@@ -118,8 +118,8 @@ def to_ascii(text: str) -> str:
 
 
 def _shown(sentence: str) -> str:
-    """Return the sentence of a verdict. It says "here" of cases that lack something of this machine, and of
-    those that wait for another case, which is the same on every machine.
+    """Return the sentence of a verdict, without "here" if cases did not run because another case failed: then
+    the cause is not this machine.
     """
     return sentence.replace(" could not run here: depends on ", " could not run: depends on ")
 

@@ -37,18 +37,22 @@ def scheduler_runner() -> Iterator[CaseRunner]:
         assert runner.close() == []
 
 
-@pytest.mark.parametrize("store", ["HoldsBlocks", "HoldsBlocksForEver"])
-def test_blocks_are_held_until_they_are_saved(
-    scheduler_runner: CaseRunner, store: str, tmp_path: Path
-) -> None:
-    run = scheduler_runner.run(
-        store,
-        "llama3_1_8b",
+@pytest.fixture
+def run_holding(scheduler_runner: CaseRunner, tmp_path: Path) -> Callable[..., CellRun]:
+    """Run the cases about blocks that are held on a store."""
+    return partial(
+        scheduler_runner.run,
+        family="llama3_1_8b",
         setup="b16",
         profile="store",
         config=json.dumps({"kv_connector_extra_config": {"shared_storage_path": str(tmp_path)}}),
         only=lambda planned: planned.case.name in HOLDING,
     )
+
+
+@pytest.mark.parametrize("store", ["HoldsBlocks", "HoldsBlocksForEver"])
+def test_blocks_are_held_until_they_are_saved(run_holding: Callable[..., CellRun], store: str) -> None:
+    run = run_holding(store)
     if store == "HoldsBlocks":
         assert run.outcomes == dict.fromkeys(HOLDING, "PASS"), run.findings
     else:
@@ -58,16 +62,9 @@ def test_blocks_are_held_until_they_are_saved(
 
 @pytest.mark.parametrize("store", ["SavesInBackground", "KeepsWhatTheLastStepLacks"])
 def test_blocks_are_kept_only_while_a_save_is_under_way(
-    scheduler_runner: CaseRunner, store: str, tmp_path: Path
+    run_holding: Callable[..., CellRun], store: str
 ) -> None:
-    run = scheduler_runner.run(
-        store,
-        "llama3_1_8b",
-        setup="b16",
-        profile="store",
-        config=json.dumps({"kv_connector_extra_config": {"shared_storage_path": str(tmp_path)}}),
-        only=lambda planned: planned.case.name in HOLDING,
-    )
+    run = run_holding(store)
     if store == "SavesInBackground":
         assert run.outcomes == dict.fromkeys(HOLDING, "PASS"), run.findings
     else:

@@ -101,9 +101,7 @@ def mentions(root: Any, word: str) -> tuple[str, ...]:
 
 
 def is_opaque(root: Any) -> bool:
-    """Whether an object has parts of which `walk` shows nothing that tells requests and blocks: bytes, and
-    tensors.
-    """
+    """Whether an object contains bytes or tensors, in which `walk` finds neither request nor block ids."""
     found = [False]
 
     def note(value: Any) -> bool:

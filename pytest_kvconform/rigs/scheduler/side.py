@@ -252,7 +252,7 @@ class Side(SideState):
         self._taken = []
 
     def scatter_free_blocks(self) -> None:
-        """Let the pool give no two neighbouring blocks in turn: a list of [first, count] names each block."""
+        """Sort the free blocks so that vLLM allocates no two neighbours in turn: a run is then one block."""
         self.take_all_free_blocks()
         self._taken = [block for first in range(3) for block in self._taken[first::3]]
         self.return_taken_blocks()

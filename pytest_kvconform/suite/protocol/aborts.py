@@ -23,8 +23,8 @@ STATES = ("waiting", "asked", "begun", "loading", "loaded", "failed", "running",
 def abort_leaves_other_requests_alone(rig: Rig, state: str) -> Evidence:
     """D aborts one of two requests.
 
-    The other one ends as without the abort, and loads, or the next one does. The report of the first load may
-    come late, and nothing is left.
+    The other request loads and ends as without the abort. A connector that begins no load beside another one
+    loads the next request. The report of the first load may come late, and nothing is left.
     """
     needs_hand_over(rig)
     p, d = rig.side("P"), rig.side("D", policy="recompute")
