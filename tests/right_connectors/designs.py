@@ -267,17 +267,20 @@ class ByRoom(Rendezvous):
 
 
 class _InTheRoom:
-    """A request whose params are in the words of `Rendezvous`."""
+    """A request whose params are in the words of `Rendezvous`. What is written to it reaches the request."""
 
     def __init__(self, request: Any):
-        self._request, params = request, request.kv_transfer_params
-        self.kv_transfer_params = None
+        params, words = request.kv_transfer_params, None
         if isinstance(params, dict) and params.get("part") in ("gives", "takes"):
             key = "do_remote_decode" if params["part"] == "gives" else "do_remote_prefill"
-            self.kv_transfer_params = {key: True, "transfer_id": params.get("room")}
+            words = {key: True, "transfer_id": params.get("room")}
+        vars(self).update(_request=request, kv_transfer_params=words)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._request, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._request, name, value)  # a prefill is shortened in place
 
 
 def _transfer(request: Any, side: str) -> str:
