@@ -75,7 +75,8 @@ class ByteBench:
                 for word in ("", LONG):
                     self.pairs.end(cell, word)
                 if not found.refused:
-                    found = replace(found, excuse=self._excuse(cell, transfer, longest, longer, found))
+                    with self.control.broken(lambda why: self._over.update({cell: (why, False)})):
+                        found = replace(found, excuse=self._excuse(cell, transfer, longest, longer, found))
                 if not found.excuse:
                     self.context.note("request", bool(found.stuck))
                     self.context.note("call", found.failed is not None and found.failed.how == "hung")

@@ -155,21 +155,22 @@ class EngineBench:
         """
         for word in ("", LONG):
             self.pairs.end(cell, word)
-        excuse = self.control.excuse(
-            cell,
-            observed,
-            lambda role, tp, folder: self._spec(cell, role, tp, longer, folder),
-            lambda p, d: self._observe_with(
+        with self.control.broken(lambda why: self._dead.update({cell: why})):
+            excuse = self.control.excuse(
                 cell,
-                scenario,
-                p,
-                d,
-                self.control.deadlines,
-                (p, d) if self.context.subject.is_store else None,
-            ),
-            observed.decoder,
-            _word(longer),
-        )
+                observed,
+                lambda role, tp, folder: self._spec(cell, role, tp, longer, folder),
+                lambda p, d: self._observe_with(
+                    cell,
+                    scenario,
+                    p,
+                    d,
+                    self.control.deadlines,
+                    (p, d) if self.context.subject.is_store else None,
+                ),
+                observed.decoder,
+                _word(longer),
+            )
         if not excuse:
             self.context.note("request", bool(observed.stuck))
             self.context.note("call", observed.failed is not None and observed.failed.how == "hung")

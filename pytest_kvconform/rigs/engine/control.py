@@ -7,14 +7,15 @@ engine fails has no control, and costs nothing.
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any, Generic, Protocol
 
 import msgspec
 
-from pytest_kvconform.result import Cell
+from pytest_kvconform.result import Blocked, Cell
 from pytest_kvconform.rigs.context import Deadlines, RunContext, SubjectFacts
 from pytest_kvconform.rigs.engine.handle import EngineFailed
 from pytest_kvconform.rigs.engine.messages import CONV_LAYOUT, NO_CONNECTOR, EngineFacts
@@ -105,6 +106,20 @@ class Control(Generic[Handle]):
             return ""
         return self.excuse_call(cell, spec, lambda p, d: _sentence(run(p, d)), facts, word)
 
+    @contextlib.contextmanager
+    def broken(self, note: Callable[[str], None]) -> Iterator[None]:
+        """Note in one sentence that what runs without the connector ended in an error of the suite.
+
+        Every other scenario of the cell would start engines for the same error, twice.
+        """
+        try:
+            yield
+        except Blocked:
+            raise
+        except Exception as error:
+            note(f"what ran without the connector ended in {type(error).__name__}: {error}")
+            raise
+
     def is_over(self, cell: Cell, found: Ended, excuse: str, hangs: int = 1) -> bool:
         """Whether no other scenario of the cell is tried after one in which an engine failed.
 
@@ -158,6 +173,8 @@ def without_connector(spec: Any, facts: EngineFacts | None = None) -> Any:
     """
     given = spec.kv_transfer_config
     config = NO_CONNECTOR | {key: given[key] for key in ("kv_role", "kv_buffer_device")}
+    if "engine_id" in given:  # of a rendezvous: the router tells each side the other's, here, too
+        config["engine_id"] = given["engine_id"]
     layout = {CONV_LAYOUT: facts.conv_layout} if facts and facts.conv_layout else {}
     return msgspec.structs.replace(
         spec, kv_transfer_config=config, environment={**spec.environment, **layout}

@@ -295,6 +295,8 @@ def _prefill(
         return
     _until_finished(p, d, [id_on_p(name) for name in names], run, deadline)
     p.budget(0)
+    if run.stuck:  # P has no KV of the prompt yet
+        return
     for name in names:
         run.prefill[name] = p.trace(id_on_p(name))
         run.outputs[name] = run.outputs.pop(id_on_p(name))
@@ -312,11 +314,7 @@ def _add(engine: ModelEngineHandle, name: str, tokens: tuple[int, ...], salt: st
 
 
 def _until_finished(
-    engine: ModelEngineHandle,
-    peer: ModelEngineHandle,
-    names: list[str],
-    run: _Run,
-    deadline: Deadline,
+    engine: ModelEngineHandle, peer: ModelEngineHandle, names: list[str], run: _Run, deadline: Deadline
 ) -> None:
     """Step an engine, and its peer in between, until all requests have ended.
 
