@@ -1,7 +1,4 @@
-"""One engine without workers, as a case drives it: requests, steps with scripted reports, ends.
-
-See rig.py.
-"""
+"""One engine without workers, as a case drives it: requests, scripted reports, ends. See rig.py."""
 
 from __future__ import annotations
 
@@ -65,6 +62,7 @@ class Side(SideState):
         stop: bool = False,
         read_cache: bool = True,
         kind: str = "",
+        transfer_id: str = "",
         **fields: Any,
     ) -> str:
         """Hand a request to the scheduler. Returns its id.
@@ -72,7 +70,8 @@ class Side(SideState):
         `params`: kv_transfer_params; they go through JSON, as through the API server. `stop`: its first token
         is the end of the sequence, so that it ends with "stop". `read_cache=False`: it must not read prefix
         caches, as one that wants log-probabilities of its prompt. `kind`: see `steps.engine_request`.
-        `fields`: further ones of vLLM's EngineCoreRequest. Raises HarnessError if the params are no JSON.
+        `transfer_id`: of params that another process has made. `fields`: further ones of vLLM's
+        EngineCoreRequest. Raises HarnessError if the params are no JSON.
         """
         from vllm.v1.request import Request
 
@@ -84,7 +83,7 @@ class Side(SideState):
                 raise HarnessError(f"a case gave params that are no JSON: {error}") from None
         request = engine_request(id, list(prompt), params, max_tokens, stop, read_cache, kind, fields)
         self.prompts[id] = tuple(prompt)
-        self.transfer_ids[id] = transfer_id_of(params)
+        self.transfer_ids[id] = transfer_id or transfer_id_of(params)
         made = Request.from_engine_core_request(request, self._hasher)
         made.__dict__["kv_stops"] = stop
         self._guarded(self.scheduler.add_request, made)

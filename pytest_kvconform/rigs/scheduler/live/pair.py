@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_kvconform.case_outcome import CaseEnd, end_of
 from pytest_kvconform.result import Blocked, HarnessError, NotApplicable, Outcome, Violation
+from pytest_kvconform.rigs.engine.router import transfer_id_of
 from pytest_kvconform.rigs.processes.child import poll
 from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.processes.linux import die_with_parent
@@ -59,6 +60,15 @@ class RemoteEngine:
             return self._answer(name)
 
         return call
+
+    def add(
+        self, prompt: Iterable[int], owner: int, params: Mapping[str, Any] | None = None, **more: Any
+    ) -> Any:
+        """`LiveEngine.add`. A function of the author has made the params in this process, and they may be
+        in words of its own: so their transfer id goes with them.
+        """
+        self._send("add", (prompt, owner, params), more | {"transfer_id": transfer_id_of(params)})
+        return self._answer("add")
 
     @contextlib.contextmanager
     def stepping(self) -> Iterator[None]:
