@@ -73,6 +73,48 @@ def test_hangs_in_three_cells_and_not_deaths_keep_other_cells_from_being_tried(
         assert bench.observe(cells[-1], INTRODUCTION).failed
 
 
+def test_a_request_of_p_that_never_ends_is_the_connectors_failure(run_cases: Callable[..., CellRun]) -> None:
+    """Without the connector it ends, although the router still tells each engine the address of the other."""
+    run = run_cases(
+        "tests.handovers.rooms:ShortensAView",
+        "qwen3_5",
+        variants="two_samples",
+        scale=0.3,
+        declared={"handover": "tests.handovers.proxies:by_room"},
+    )
+    happened = run.findings["completes[two_samples]"].happened
+    assert "P's request is RUNNING" in happened, happened
+    assert set(run.outcomes.values()) <= {"FAIL", "BLOCKED", "PASS"}, run.outcomes
+
+
+def test_an_error_of_the_suite_without_the_connector_is_not_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    settings = Settings(connector="NixlConnector")
+    bench = EngineBench(RunContext("", resolve(settings), settings, FACTS, lambda sentence: None))
+    facts: Any = None
+    failed = Observation(INTRODUCTION, facts, facts, failed=EngineFailed("D", "raised", "D raised"))
+    started: list[Cell] = []
+
+    def engines(cell: Cell, longer: int) -> Any:
+        started.append(cell)
+        return (SimpleNamespace(kept=None),) * 2
+
+    def excuse(*scenario: Any) -> str:
+        raise KeyError("engine_id")
+
+    monkeypatch.setattr(bench, "engines", engines)
+    monkeypatch.setattr(bench, "_observe", lambda *scenario: failed)
+    monkeypatch.setattr(bench.control, "excuse", excuse)
+    cell = Cell("llama", "P1D1")
+    with pytest.raises(KeyError):
+        bench.observe(cell, INTRODUCTION)
+    for _ in range(2):
+        with pytest.raises(Blocked, match=r"what ran without the connector ended in KeyError: 'engine_id'$"):
+            bench.observe(cell, replace(INTRODUCTION, name="another"))
+    assert started == [cell]
+
+
 # ---- the last calls of hooks ------------------------------------------------------------------------------
 
 

@@ -12,6 +12,16 @@ def by_room(side: str, params: Params, returned: Params | None) -> Params:
     return {"room": params["transfer_id"], "part": "gives" if side == "P" else "takes"}
 
 
+def by_room_and_rank(side: str, params: Params, returned: Params | None) -> Params:
+    """The same with a rank, which may be 0."""
+    return by_room(side, params, returned) | {"rank": 0}
+
+
+def by_room_with_a_note(side: str, params: Params, returned: Params | None) -> Params:
+    """The same with a key that is null."""
+    return by_room(side, params, returned) | {"note": None}
+
+
 def one_after_the_other(side: str, params: Params, returned: Params | None) -> Params | None:
     """P is asked first, and D gets what P returned: as vLLM's own proxy does."""
     return {"do_remote_decode": True} if side == "P" else returned

@@ -250,23 +250,27 @@ class Rendezvous(ReferenceConnector):
 class ByRoom(Rendezvous):
     """Its proxy tells P and D the name of a room, in words of its own: `proxies.by_room`."""
 
+    def seen(self, request: Any) -> Any:
+        """The request in the words of `Rendezvous`."""
+        return InTheRoom(request)
+
     def on_new_request(self, request: Any) -> None:
-        super().on_new_request(_InTheRoom(request))
+        super().on_new_request(self.seen(request))
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        return super().get_num_new_matched_tokens(_InTheRoom(request), num_computed_tokens)
+        return super().get_num_new_matched_tokens(self.seen(request), num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        super().update_state_after_alloc(_InTheRoom(request), blocks, num_external_tokens)
+        super().update_state_after_alloc(self.seen(request), blocks, num_external_tokens)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> Any:
-        return super().request_finished_all_groups(_InTheRoom(request), block_ids)
+        return super().request_finished_all_groups(self.seen(request), block_ids)
 
 
-class _InTheRoom:
+class InTheRoom:
     """A request whose params are in the words of `Rendezvous`. What is written to it reaches the request."""
 
     def __init__(self, request: Any):

@@ -172,15 +172,30 @@ class SideState:
         """
         output = self.results.get(id)
         if self.rig.subject.handover == RENDEZVOUS and output is not None:
-            subject, transfer_id = self.rig.subject, self.transfer_ids.get(id, "")
-            given = decode_params(subject.way, transfer_id, self, output.params) or {}
-            return given if subject.hook else (output.params or {}) | given
+            given = self._decode_params(id, self.rig.subject.way)
+            return given if self.rig.subject.hook else (output.params or {}) | given
         if output is None or output.params is None:
             what = "returns no kv_transfer_params for a request that asks for a hand-over"
             sentence = f"{self.rig.subject.connector} {what}"
             long = len(self.prompts.get(id, ())) > self.block_size
             raise NotApplicable(sentence, refused=long and not self.rig.subject.is_store)
         return params_after_the_way(output.params)
+
+    def telling_params(self, id: str) -> dict[str, Any]:
+        """Whatever tells D of a request of P that has ended: `kv_transfer_params`, and what a function of the
+        author has made them of. Its words may leave out the names of P's engine and of the transfer, and D
+        then finds them out where P and D meet.
+        """
+        made_of = self._decode_params(id, RENDEZVOUS) if self.rig.subject.hook else {}
+        return (self.returned_params(id) or {}) | made_of | self.kv_transfer_params(id)
+
+    def returned_params(self, id: str) -> dict[str, Any] | None:
+        """kv_transfer_params as P returned them for a request that has ended; None: it returned none."""
+        output = self.results.get(id)
+        return None if output is None else output.params
+
+    def _decode_params(self, id: str, way: str) -> dict[str, Any]:
+        return decode_params(way, self.transfer_ids.get(id, ""), self, self.returned_params(id)) or {}
 
     @property
     def calls(self) -> tuple[Call, ...]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any
 
 from model_matrix import load_geometries
 from model_matrix.geometries import SlidingWindow, State
@@ -183,9 +182,10 @@ SHORTEST = 8  # word that can identify one engine or one request
 SAME = "cmpl-same-0000"  # id of D's request on both sides that are compared
 
 
-def identifiers(params: dict[str, Any]) -> frozenset[str]:
-    """Return the words of P's params that can be recognized in metadata: ids of P's engine and request."""
-    return frozenset(value for _, value in walk(params) if isinstance(value, str) and len(value) >= SHORTEST)
+def identifiers(p: Side, id: str) -> frozenset[str]:
+    """Return the words that can be recognized in metadata: ids of P's engine and of its request."""
+    told = walk(p.telling_params(id))
+    return frozenset(value for _, value in told if isinstance(value, str) and len(value) >= SHORTEST)
 
 
 def places(steps: list[Step], names: frozenset[str]) -> frozenset[str]:
@@ -193,28 +193,28 @@ def places(steps: list[Step], names: frozenset[str]) -> frozenset[str]:
     return frozenset(place for step in steps for name in names for place in mentions(step.metadata, name))
 
 
-def places_while_waiting(d: Side, prompt: tuple[int, ...], params: dict[str, Any]) -> frozenset[str]:
-    """Return where P's identifiers are as long as D has no block for the request.
+def places_while_waiting(d: Side, p: Side, id: str) -> frozenset[str]:
+    """Return where P's identifiers are as long as D has no block for its request. `id`: P's request.
 
     They may be in renewals of a lease. The side cannot be used afterwards.
     """
     d.take_all_free_blocks()
-    d.add(prompt, params, id=SAME)
+    d.add(p.prompts[id], p.kv_transfer_params(id), id=SAME)
     d.rig.step_until_matched(d, SAME)
     d.step()
-    return places(d.steps, identifiers(params))
+    return places(d.steps, identifiers(p, id))
 
 
-def notifies_p(d: Side, params: dict[str, Any], waiting: frozenset[str]) -> bool:
+def notifies_p(d: Side, names: frozenset[str], waiting: frozenset[str]) -> bool:
     """Whether the metadata of a step of D orders a notification to P.
 
     A connector is free to choose the form. But the metadata then names P's request in a place where the
     request is not as long as it waits (`waiting`).
     """
-    return not places(d.steps, identifiers(params)) <= waiting
+    return not places(d.steps, names) <= waiting
 
 
-def wrong_reload(p: Side, d: Side, params: dict[str, Any], waiting: frozenset[str]) -> str:
+def wrong_reload(p: Side, d: Side, names: frozenset[str], waiting: frozenset[str]) -> str:
     """Return what is wrong with a second load of request SAME of D, whose first load has succeeded, or "".
 
     A second load may read what D's connector has saved itself, or what P still keeps. P keeps its blocks if
@@ -223,7 +223,6 @@ def wrong_reload(p: Side, d: Side, params: dict[str, Any], waiting: frozenset[st
     """
     calls = d.calls_of("update_state_after_alloc", SAME)
     begun = [call.step for call in calls if call.arguments["num_external_tokens"]]
-    names = identifiers(params)
     orders = [_order(d, begin, end) for begin, end in zip(begun, [*begun[1:], len(d.steps) + 1], strict=True)]
     loading = waiting | places([step for order in orders for step in order], names)
     notified = [step.number for step in d.steps if not places([step], names) <= loading]

@@ -92,7 +92,8 @@ def null_keys_may_be_left_out(rig: Rig, variant: None) -> Evidence:
     """
     needs_hand_over(rig)
     prompt = rig.prompt(token_count(PROMPT, rig.side("P").block_size))
-    whole, few = rig.prefill_params(), {key: value for key, value in rig.prefill_params().items() if value}
+    whole, asks = rig.prefill_params(), rig.prefill_params()
+    few = {key: value for key, value in asks.items() if value is not None and value is not False}
     answers = []
     for asked in (whole, few):
         p, d = rig.side("P"), rig.side("D")

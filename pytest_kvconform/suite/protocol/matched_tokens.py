@@ -10,6 +10,7 @@ from pytest_kvconform.suite.protocol._scenarios import (
     PROMPT,
     SAME,
     first_in_quick,
+    identifiers,
     lengths,
     needs_hand_over,
     needs_metadata_of_loads_only,
@@ -189,7 +190,7 @@ def announces_no_freed_blocks_after_the_load(rig: Rig, why: str) -> Evidence:
     p_id = p.add(prompt, rig.prefill_params())
     p.run(lambda: p_id in p.results)
     params = p.kv_transfer_params(p_id)
-    waiting = places_while_waiting(rig.side("D"), prompt, params)
+    waiting = places_while_waiting(rig.side("D"), p, p_id)
     d.add(prompt, params, id=SAME, max_tokens=4)
     rig.start_loads(d, SAME)
     asked = len(d.calls_of(ASKED, SAME))
@@ -203,7 +204,7 @@ def announces_no_freed_blocks_after_the_load(rig: Rig, why: str) -> Evidence:
     if not answers:
         raise NotApplicable(f"vLLM's scheduler did not call {ASKED} again")
     d.step()
-    if wrong := wrong_reload(p, d, params, waiting):
+    if wrong := wrong_reload(p, d, identifiers(p, p_id), waiting):
         raise rig.violation("", f"after the load of {SAME} {ASKED} returned {max(answers)}: it {wrong}")
     report_all(p)
     rig.require_no_leaks(p, d)

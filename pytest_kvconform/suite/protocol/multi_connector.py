@@ -12,6 +12,7 @@ from pytest_kvconform.rigs.scheduler.rig import Rig, Side
 from pytest_kvconform.suite.protocol._scenarios import (
     PROMPT,
     SAME,
+    identifiers,
     needs_hand_over,
     notifies_p,
     places_while_waiting,
@@ -64,7 +65,7 @@ def loads_nothing_if_another_connector_loads(rig: Rig, where: str) -> Evidence:
     p_id = p.add(prompt, rig.prefill_params())
     p.run()
     params = p.kv_transfer_params(p_id)
-    waiting = places_while_waiting(rig.side("D", transfer=with_fake_connector(where)), prompt, params)
+    waiting = places_while_waiting(rig.side("D", transfer=with_fake_connector(where)), p, p_id)
     fake.connector.loads = True
     # MultiConnector asks the last one, too, but chooses it only if the first one announces nothing
     id = d.add(prompt, params if where == "first" else None, id=SAME)
@@ -86,7 +87,7 @@ def loads_nothing_if_another_connector_loads(rig: Rig, where: str) -> Evidence:
                 "",
                 f"another connector loads {id}, and step {step.number} orders a load into blocks {ordered}",
             )
-    notified, kept = notifies_p(d, params, waiting), p_id in p.delayed_free_requests()
+    notified, kept = notifies_p(d, identifiers(p, p_id), waiting), p_id in p.delayed_free_requests()
     blocks = p.free_blocks_at_start - p.free_blocks()
     report_all(p)
     rig.require_no_leaks(p, d)
@@ -200,11 +201,13 @@ def shares_the_params_dict(rig: Rig, where: str) -> Evidence:
     ids = []
     for number, prompt in enumerate(prompts):
         fake.connector.params = {f"fake-{number}": [number]}
-        p_id, d_id = rig.hand_over(p, d, prompt)
-        ids.append(d_id)
-        if (keys := sorted(key for key in p.kv_transfer_params(p_id) if key.startswith("fake"))) != [
-            f"fake-{number}"
-        ]:
+        p_id = p.add(prompt, rig.prefill_params())
+        p.run()
+        returned = p.returned_params(p_id) or {}
+        theirs = {key: value for key, value in returned.items() if key.startswith("fake")}
+        # a proxy passes on the keys of each connector, whatever words the one under test has
+        ids.append(d.add(prompt, p.kv_transfer_params(p_id) | theirs))
+        if (keys := sorted(theirs)) != [f"fake-{number}"]:
             raise rig.violation(
                 "",
                 f"params of request {number} have {keys} of the fake connector: the connector returns one "
