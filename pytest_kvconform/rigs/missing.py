@@ -33,6 +33,8 @@ _CONFIGURATION = re.compile(
 )
 _FILE = re.compile(r"No such file or directory: '(?P<path>[^']+\.(?:json|ya?ml|toml|conf|cfg|ini|env))'")
 _IMPORTS = ("ImportError", "ModuleNotFoundError")
+# Where an engine waits for one of its ranks: `ForkedExecutor._receive`.
+_RANK = re.compile(r"forked_executor\.py:\d+ in _receive")
 # Files of the modules in which a process waits for a server, innermost frames of a stack.
 _WAITING = ("socket.py", "poll.py", "connection.py", "connectionpool.py", "_channel.py", "_socket.py")
 
@@ -71,6 +73,8 @@ def what_is_missing(kind: str, message: str, own: str = "", packages: Mapping[st
 def waits_for_server(stack: Iterable[str]) -> bool:
     """Whether a process that hangs waits for an answer over the network.
 
-    `stack`: "file:line in function", innermost first.
+    An engine that waits for one of its ranks does not. `stack`: "file:line in function", innermost first.
     """
-    return any(line.partition(":")[0] in _WAITING for line in list(stack)[:3])
+    lines = list(stack)
+    waits = any(line.partition(":")[0] in _WAITING for line in lines[:3])
+    return waits and not any(map(_RANK.match, lines))

@@ -58,3 +58,6 @@ def test_a_mistake_is_the_connectors(kind: str, message: str) -> None:
 def test_a_process_that_waits_for_a_server() -> None:
     assert waits_for_server(["socket.py:850 in create_connection", "connector.py:12 in __init__"])
     assert not waits_for_server(["connector.py:13 in _wait", "connector.py:12 in __init__"])
+    of_a_rank = ["connection.py:395 in _recv", "connection.py:216 in recv_bytes"]
+    assert waits_for_server([*of_a_rank, "connector.py:12 in __init__"])
+    assert not waits_for_server([*of_a_rank, "forked_executor.py:112 in _receive"])

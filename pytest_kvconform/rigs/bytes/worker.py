@@ -37,6 +37,7 @@ from pytest_kvconform.rigs.bytes.layers import Layer, make_layers, smallest_kern
 from pytest_kvconform.rigs.bytes.memory import Memory, regions_of
 from pytest_kvconform.rigs.bytes.messages import ByteEngineSpec, Check, StepWork
 from pytest_kvconform.rigs.bytes.specs import geometry_of
+from pytest_kvconform.rigs.vllm_setup import overrides
 from pytest_kvconform.rigs.vllm_setup.compat import select_common_block_size
 from pytest_kvconform.rigs.vllm_setup.kv_cache_specs import layer_specs, zeroed_layers
 
@@ -52,6 +53,11 @@ class ByteWorker(WorkerBase):
         assert spec_of_process is not None
         self.spec, self.geometry = spec_of_process, geometry_of(spec_of_process)
         self.device = torch.device(self.spec.device)
+        if self.device.type == "cuda":  # ranks share GPUs where there are more ranks than GPUs
+            overrides.communicate_without_devices()
+            self.local_rank %= torch.cuda.device_count()
+            self.device = torch.device("cuda", self.local_rank)
+            torch.cuda.set_device(self.device)
         init_worker_distributed_environment(
             self.vllm_config, self.rank, self.distributed_init_method, self.local_rank, "gloo"
         )

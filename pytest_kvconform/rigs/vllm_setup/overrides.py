@@ -69,6 +69,16 @@ def communicate_without_shared_memory() -> None:
     CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False
 
 
+def communicate_without_devices() -> None:
+    """Let ranks that compute nothing have process groups alone, and no communicator for their GPU.
+
+    NCCL refuses two ranks on one GPU, and the other ranks wait for the refused one.
+    """
+    from vllm.platforms import Platform, current_platform
+
+    type(current_platform).get_device_communicator_cls = Platform.get_device_communicator_cls
+
+
 def accept_prefill_of_one_token() -> None:
     """Let vLLM's CPU kernel for the convolution of Gated DeltaNet take a prefill of one token of any strides.
 

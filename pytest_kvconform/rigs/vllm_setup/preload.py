@@ -10,7 +10,7 @@ import importlib
 from typing import Any
 
 from pytest_kvconform.rigs.processes.zygote import function_named
-from pytest_kvconform.rigs.vllm_setup import cpu_layers, nixl_agents, overrides
+from pytest_kvconform.rigs.vllm_setup import cpu_layers, cuda_answers, nixl_agents, overrides
 from pytest_kvconform.rigs.vllm_setup.optional_packages import mend_imports
 
 
@@ -27,7 +27,6 @@ def preload(arguments: dict[str, Any]) -> dict[str, str]:
     - "functions": names of functions, which are called after these imports; may be left out
     - "hidden": features of the CPU that vLLM takes for missing; may be left out
     """
-    architectures, geometries = arguments["architectures"], arguments["geometries"]
     mended = mend_imports()  # before vLLM is imported
     import torch
 
@@ -36,8 +35,31 @@ def preload(arguments: dict[str, Any]) -> dict[str, str]:
     import vllm
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.platforms import current_platform
+
+    on_cuda = current_platform.is_cuda()
+    with cuda_answers.given_to_importers() if on_cuda else contextlib.nullcontext():
+        _prepare(arguments)
+    if on_cuda and torch.cuda.is_initialized():
+        models = ", ".join(arguments["architectures"] + arguments["geometries"])
+        raise RuntimeError(
+            f"importing vLLM and {models} initialised CUDA in the process that engines are forked from"
+        )
+    nixl_agents.find_users_of_agent_class()  # last: it looks through all modules that are loaded by now
+    return {
+        "vllm": vllm.__version__,
+        "device": current_platform.device_type,
+        "mended": "; ".join(mended),
+        "kernels": overrides.kernel_library() if current_platform.is_cpu() else "",
+        "connectors": " ".join(sorted(KVConnectorFactory._registry)),
+    }
+
+
+def _prepare(arguments: dict[str, Any]) -> None:
+    """Import and override everything, see `preload`."""
+    from vllm.platforms import current_platform
     from vllm.plugins import load_general_plugins
 
+    architectures, geometries = arguments["architectures"], arguments["geometries"]
     _import_engine()
     if geometries:
         _import_scheduler()
@@ -66,14 +88,6 @@ def preload(arguments: dict[str, Any]) -> dict[str, str]:
     for architecture in geometries:
         if architecture not in architectures:
             _register(architecture)
-    nixl_agents.find_users_of_agent_class()  # last: it looks through all modules that are loaded by now
-    return {
-        "vllm": vllm.__version__,
-        "device": current_platform.device_type,
-        "mended": "; ".join(mended),
-        "kernels": overrides.kernel_library() if current_platform.is_cpu() else "",
-        "connectors": " ".join(sorted(KVConnectorFactory._registry)),
-    }
 
 
 def _import_engine() -> None:
