@@ -11,6 +11,7 @@ import threading
 import time
 from multiprocessing.connection import Listener
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,6 +28,7 @@ from pytest_kvconform.rigs.launch import (
 from pytest_kvconform.rigs.processes import cores, linux
 from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.processes.zygote import SOCKET
+from pytest_kvconform.rigs.vllm_setup import imports
 
 
 @pytest.mark.parametrize("module", [PRELOAD.partition(":")[0], *ENGINE_MODULES, *GEOMETRY_MODULES])
@@ -51,6 +53,39 @@ def test_an_early_end_is_reported(tmp_path: Path, code: str, ends: list[str]) ->
     name = f"the zygote (process {process.pid}, from which engines are forked)"
     assert Zygote(process, run_dir).close() == [f"{name} had ended before, with {end}" for end in ends]
     assert not run_dir.exists()
+
+
+def test_importers_get_the_answers_of_a_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+    from triton.runtime import driver
+
+    target, properties = object(), {"warpSize": 32}
+    answers = {"target": target, "names": ["a GPU"], "capabilities": [(9, 0)], "properties": [properties]}
+    monkeypatch.setattr(imports, "ask_cuda", lambda: answers | {"target": "cuda"})
+    assert imports.cuda_asked_in_a_child() == answers | {"target": "cuda"}
+    monkeypatch.setattr(imports, "cuda_asked_in_a_child", lambda: answers)
+    before = torch.cuda.get_device_name
+    with imports.without_cuda():
+        assert torch.cuda.get_device_name(0) == torch.cuda.get_device_name() == "a GPU"
+        assert torch.cuda.get_device_capability(torch.cuda.current_device()) == (9, 0)
+        assert driver.active.get_current_target() is target
+        assert driver.active.utils.get_device_properties(0) is properties
+        assert not torch.cuda.is_initialized()
+    assert torch.cuda.get_device_name is before
+    assert driver._active is None
+
+
+@pytest.mark.parametrize(
+    ("ask", "says"),
+    [
+        (lambda: 1 / 0, "CUDA does not name its devices: ZeroDivisionError: division by zero"),
+        (lambda: os._exit(1), "a process that asked CUDA for its devices ended without an answer"),
+    ],
+)
+def test_cuda_that_does_not_answer_is_told(monkeypatch: pytest.MonkeyPatch, ask: Any, says: str) -> None:
+    monkeypatch.setattr(imports, "ask_cuda", ask)
+    with pytest.raises(RuntimeError, match=says):
+        imports.cuda_asked_in_a_child()
 
 
 def import_for_ever(arguments: object) -> None:

@@ -10,8 +10,8 @@ import importlib
 from typing import Any
 
 from pytest_kvconform.rigs.processes.zygote import function_named
-from pytest_kvconform.rigs.vllm_setup import cpu_layers, cuda_answers, nixl_agents, overrides
-from pytest_kvconform.rigs.vllm_setup.optional_packages import mend_imports
+from pytest_kvconform.rigs.vllm_setup import cpu_layers, nixl_agents, overrides
+from pytest_kvconform.rigs.vllm_setup.imports import mend_imports, without_cuda
 
 
 def preload(arguments: dict[str, Any]) -> dict[str, str]:
@@ -37,7 +37,7 @@ def preload(arguments: dict[str, Any]) -> dict[str, str]:
     from vllm.platforms import current_platform
 
     on_cuda = current_platform.is_cuda()
-    with cuda_answers.given_to_importers() if on_cuda else contextlib.nullcontext():
+    with without_cuda() if on_cuda else contextlib.nullcontext():
         _prepare(arguments)
     if on_cuda and torch.cuda.is_initialized():
         models = ", ".join(arguments["architectures"] + arguments["geometries"])

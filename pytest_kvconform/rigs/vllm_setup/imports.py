@@ -1,0 +1,164 @@
+"""Let vLLM and its model classes be imported: beside packages for another torch, and without CUDA.
+
+PyPI's torchvision, torchaudio and torchcodec are built for CUDA torch. Beside a CPU torch their native parts
+do not load, and vLLM's import chain (through transformers) fails with them although no text model needs any
+of their kernels. A build that matches, such as those of PyTorch's own CPU index, loads and is left alone:
+each package is tried.
+
+A process that has initialised CUDA cannot hand it to its forks: torch raises "Cannot re-initialize CUDA in
+forked subprocess" in each of them. vLLM's kernels of linear attention ask torch and Triton for the GPUs as
+they are imported (vllm/third_party/flash_linear_attention/ops/utils.py), and the question initialises CUDA.
+So a child of the zygote asks once, and ends. While modules are imported, torch and Triton give the answers of
+the child.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import multiprocessing
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+# An import of these fails cleanly, and transformers and vLLM take them for not installed.
+OPTIONAL = ("torchaudio", "torchcodec")
+
+# torchvision must import (Qwen3.5's module imports its vision processors); what fails is the registration of
+# fake kernels for two operators that its native part would have defined.
+# https://github.com/pytorch/vision/blob/main/torchvision/_meta_registrations.py
+OPERATORS = ("nms", "qnms")
+SIGNATURE = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+
+PATIENCE_S = 60.0  # for the child: CUDA is up in seconds
+
+
+def mend_imports() -> list[str]:
+    """Import each optional package once and replace what does not load.
+
+    Returns one sentence per replaced package.
+    """
+    replaced = []
+    for name in OPTIONAL:
+        error = _import_error(name)
+        if error:
+            _forget(name)
+            sys.modules[name] = None  # type: ignore[assignment]  # the documented way to make an import fail
+            replaced.append(
+                f"{name} does not load beside this torch and is treated as not installed ({error})"
+            )
+    error = _import_error("torchvision")
+    if error:
+        _forget("torchvision")
+        import torch
+
+        for operator in OPERATORS:
+            torch.library.define(f"torchvision::{operator}", SIGNATURE)
+        importlib.import_module("torchvision")
+        replaced.append(
+            "torchvision's native part does not load beside this torch; "
+            f"its operators are declared without kernels ({error})"
+        )
+    return replaced
+
+
+def _import_error(name: str) -> str:
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        return "" if error.name == name else _first_line(error)
+    # A native library that does not load raises OSError or RuntimeError, depending on its version.
+    except Exception as error:
+        return _first_line(error)
+    return ""
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:160]
+
+
+def _forget(name: str) -> None:
+    for module in [m for m in sys.modules if m.partition(".")[0] == name]:
+        del sys.modules[module]
+
+
+def ask_cuda() -> dict[str, Any]:
+    """What modules ask about the GPUs as they are imported. This initialises CUDA in the calling process."""
+    import torch
+
+    driver = _triton_driver()
+    devices = range(torch.cuda.device_count())
+    return {
+        "target": driver.active.get_current_target(),
+        "names": [torch.cuda.get_device_name(i) for i in devices],
+        "capabilities": [torch.cuda.get_device_capability(i) for i in devices],
+        "properties": [driver.active.utils.get_device_properties(i) for i in devices],
+    }
+
+
+def cuda_asked_in_a_child() -> dict[str, Any]:
+    """The answer of `ask_cuda` in a child process. Raises RuntimeError if the child gives none."""
+    fork = multiprocessing.get_context("fork")
+    ours, theirs = fork.Pipe(duplex=False)
+    child = fork.Process(target=_send_answer, args=(theirs,), daemon=True)
+    child.start()
+    theirs.close()
+    try:
+        if not ours.poll(PATIENCE_S):
+            raise RuntimeError(f"CUDA did not answer in {PATIENCE_S:g} s")
+        answer = ours.recv()
+    except EOFError:
+        raise RuntimeError("a process that asked CUDA for its devices ended without an answer") from None
+    finally:
+        child.kill()
+        child.join()
+    if isinstance(answer, str):
+        raise RuntimeError(f"CUDA does not name its devices: {answer}")
+    return dict(answer)
+
+
+def _triton_driver() -> Any:
+    return importlib.import_module("triton.runtime").driver  # a CPU has no Triton
+
+
+def _send_answer(connection: Any) -> None:
+    try:
+        connection.send(ask_cuda())
+    except Exception as error:  # whatever torch, Triton or the driver raise
+        connection.send(f"{type(error).__name__}: {error}")
+
+
+@contextlib.contextmanager
+def without_cuda() -> Iterator[None]:
+    """Import modules while torch and Triton give the answers of a child process.
+
+    Raises RuntimeError if a child gets no answer.
+    """
+    import torch
+
+    driver, answers = _triton_driver(), cuda_asked_in_a_child()
+
+    def of(kind: str) -> Any:
+        return lambda device=None: answers[kind][device if isinstance(device, int) else 0]
+
+    instead = {
+        "current_device": lambda: 0,
+        "get_device_name": of("names"),
+        "get_device_capability": of("capabilities"),
+    }
+    before = {name: getattr(torch.cuda, name) for name in instead}
+    for name, answer in instead.items():
+        setattr(torch.cuda, name, answer)
+    driver.set_active(
+        SimpleNamespace(
+            get_current_target=lambda: answers["target"],
+            utils=SimpleNamespace(get_device_properties=of("properties")),
+        )
+    )
+    try:
+        yield
+    finally:
+        driver.set_active(None)  # the next use makes Triton's own
+        for name, function in before.items():
+            setattr(torch.cuda, name, function)
