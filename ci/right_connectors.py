@@ -15,6 +15,7 @@ import sys
 import time
 import tomllib
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = ROOT / "tests" / "right_connectors" / "right.toml"
@@ -22,21 +23,19 @@ REFERENCE = ROOT / "reference_connector" / "declaration.toml"
 LIMIT_S = 3600.0  # for one run
 
 
-def selected(names: list[str]) -> dict[str, str]:
-    """`module.Class` -> the lines that its author declares, of what the names select; no name selects all.
+def selected(names: list[str]) -> dict[str, dict[str, Any]]:
+    """`module.Class` -> its entry in the list, of what the names select; no name selects all.
 
     Raises KeyError for a name that selects nothing.
     """
     table = tomllib.loads(TABLE.read_text())
     every = {
-        f"{module}.{name}": entry.get("declare", "")
-        for module, entries in table.items()
-        for name, entry in entries.items()
+        f"{module}.{name}": entry for module, entries in table.items() for name, entry in entries.items()
     }
     for name in names:
         if not any(name in one.split(".") for one in every):
             raise KeyError(name)
-    return {one: lines for one, lines in every.items() if not names or set(names) & set(one.split("."))}
+    return {one: entry for one, entry in every.items() if not names or set(names) & set(one.split("."))}
 
 
 def declaration(lines: str) -> str:
@@ -50,19 +49,20 @@ def declaration(lines: str) -> str:
     return f"{lines}\n{REFERENCE.read_text()}"
 
 
-def run(one: str, lines: str, out: Path, arguments: list[str]) -> tuple[int, float, str]:
+def run(one: str, entry: dict[str, Any], out: Path, arguments: list[str]) -> tuple[int, float, str]:
     """Run the suite on a right connector. Returns the exit code, the seconds, and the line with the verdict.
 
     A run that is not over after LIMIT_S seconds is killed, and counts as exit code 124.
     """
     module, _, name = one.partition(".")
     out.mkdir(parents=True, exist_ok=True)
-    (out / "declaration.toml").write_text(declaration(lines))
+    (out / "declaration.toml").write_text(declaration(entry.get("declare", "")))
     command = [
         *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"),
         f"--kv-connector=tests.right_connectors.{module}:{name}",
         f"--kv-declare={out / 'declaration.toml'}",
         f"--kv-report={out}",
+        *entry.get("arguments", ()),
         *arguments,
     ]
     begun = time.monotonic()
@@ -94,8 +94,8 @@ def main() -> int:
         print(f"no right connector is called {name}: see {TABLE.relative_to(ROOT)}", file=sys.stderr)
         return 2
     codes = []
-    for one, lines in connectors.items():
-        code, seconds, verdict = run(one, lines, options.out.resolve() / one, given)
+    for one, entry in connectors.items():
+        code, seconds, verdict = run(one, entry, options.out.resolve() / one, given)
         codes.append(code)
         print(f"{one:32} exit {code:<3} {seconds:5.0f} s  {verdict}", flush=True)
     print(f"{codes.count(0)} of {len(codes)} conform")

@@ -71,8 +71,8 @@ def test_every_right_connector_is_listed(script: ModuleType) -> None:
 
 
 def test_their_declarations_can_be_read(script: ModuleType) -> None:
-    for lines in script.selected([]).values():
-        declared = read(tomllib.loads(script.declaration(lines)), "right.toml")
+    for entry in script.selected([]).values():
+        declared = read(tomllib.loads(script.declaration(entry.get("declare", ""))), "right.toml")
         assert declared.features["full-attention"] == ""
 
 

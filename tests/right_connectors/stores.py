@@ -167,16 +167,19 @@ class WholeBlocks(KVConnectorBase_V1):
 class Evicts(WholeBlocks):
     """Keeps the blocks that were used last, as the CPU tier of OffloadingConnector."""
 
+    def has(self, key: str) -> bool:
+        with contextlib.suppress(FileNotFoundError):  # another engine evicts, too
+            for rank in range(self.ranks):
+                os.utime(self.file(key, rank))
+            return True
+        return False
+
     def build_connector_meta(self, scheduler_output: Any) -> Orders:
-        orders = super().build_connector_meta(scheduler_output)
-        for parts in orders.loads.values():
-            for key, _ in parts:
-                for rank in range(self.ranks):
-                    os.utime(self.file(key, rank))
-        ages = {entry.path: entry.stat().st_mtime_ns for entry in os.scandir(self.folder)}
-        for path in sorted(ages, key=lambda path: ages[path])[: max(0, len(ages) - CAPACITY * self.ranks)]:
-            os.unlink(path)
-        return orders
+        with contextlib.suppress(FileNotFoundError):
+            files = sorted(self.folder.glob(f"{self.prefix}-*"), key=lambda file: file.stat().st_mtime_ns)
+            for file in files[: max(0, len(files) - CAPACITY * self.ranks)]:
+                file.unlink()
+        return super().build_connector_meta(scheduler_output)
 
 
 class AsksRankZero(WholeBlocks):
@@ -313,8 +316,6 @@ class InMemory(WholeBlocks):
         self.saved: dict[str, None] = {}  # scheduler half: keys, the oldest first
         self.kept: dict[str, dict[str, torch.Tensor]] = {}  # worker half: key -> rows by layer, likewise
 
-    # ---- scheduler half ------------------------------------------------------------------------------------
-
     def has(self, key: str) -> bool:
         return key in self.saved
 
@@ -328,8 +329,6 @@ class InMemory(WholeBlocks):
     def reset_cache(self) -> bool:
         self.saved.clear()
         return True
-
-    # ---- worker half ---------------------------------------------------------------------------------------
 
     def save(self, parts: list[Part]) -> None:
         for key, block in parts:
