@@ -286,6 +286,17 @@ def test_a_right_connector_with_a_fault_hook_passes_every_case(run_cases: Callab
     }
 
 
+@pytest.mark.parametrize("connector", ["LeavesAlone", "LeavesAloneForGood"])
+def test_d_may_compute_for_a_while_after_a_failure(run_cases: Callable[..., CellRun], connector: str) -> None:
+    wrong = f"tests.peers.wrong_connectors.unreachable:{connector}"
+    run = run_cases(wrong, LLAMA, "P1D1", "failed slow not_begun", 1.0)
+    if connector == "LeavesAlone":
+        assert set(run.outcomes.values()) == {"PASS"}, run.reasons
+    else:
+        assert run.failed == {f"next_transfer_is_right[{name}]" for name in ("failed", "not_begun")}
+        assert all("loaded nothing" in finding.happened for finding in run.findings.values()), run.findings
+
+
 def test_without_nixl_the_cases_do_not_apply(run_cases: Callable[..., CellRun]) -> None:
     run = run_cases("WithoutNixl", LLAMA, "P1D1", "slow failed twice", 1.0)
     assert {result.outcome.value for result in run.results} == {"NOT-APPLICABLE"}

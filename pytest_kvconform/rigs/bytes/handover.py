@@ -72,6 +72,11 @@ class TransferObservation:
         return self.logged[-1] if self.logged else "no engine logged a reason"
 
     @property
+    def loads(self) -> bool:
+        """Whether D had to load rows of KV."""
+        return any(check.rows_due for r in self.requests for check in r.checks)
+
+    @property
     def declined(self) -> bool:
         """Whether the connector refused requests cleanly.
 

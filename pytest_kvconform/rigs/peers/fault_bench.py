@@ -14,15 +14,10 @@ from pytest_kvconform.rigs.bytes.specs import byte_engine_spec
 from pytest_kvconform.rigs.context import Deadlines, RunContext
 from pytest_kvconform.rigs.engine.handle import EngineFailed, hook_calls
 from pytest_kvconform.rigs.engine.pairs import EnginePairs
-from pytest_kvconform.rigs.engine.release import (
-    SOON_S,
-    Release,
-    is_full,
-    note_kept,
-    seconds_to_wait,
-)
+from pytest_kvconform.rigs.engine.release import SOON_S, Release, is_full, note_kept, seconds_to_wait
 from pytest_kvconform.rigs.peers.faulty_engine import FaultyEngineHandle
 from pytest_kvconform.rigs.peers.faulty_nixl import FaultReport
+from pytest_kvconform.rigs.peers.sleeping_peer import BACK_OFF_S
 from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.scenario import (
     NEVER,
@@ -80,6 +75,7 @@ class FaultBench:
         # Requests that P has kept beyond their lease, of transfers whose engines have ended.
         self._beyond_lease: dict[tuple[Cell, str, int], tuple[str, ...]] = {}
         self._keeps: set[Cell] = set()  # cells in which P has kept a request beyond its lease
+        self._avoids: set[Cell] = set()  # cells in which D has not loaded again BACK_OFF_S after a failure
         self._faultless: dict[tuple[Cell, str, int], FaultlessObservation] = {}
 
     def means(self, cell: Cell, policy: str) -> FaultReport:
@@ -123,7 +119,10 @@ class FaultBench:
                 self._deadlines(cell),
                 self.context.next_name,
                 lengthened(AFTER, longer),
+                0.0 if cell in self._avoids else self.context.scaled_seconds(BACK_OFF_S),
             )
+            if found.after and not found.after.loads:
+                self._avoids.add(cell)
             last = found.after or found.transfer
             self.context.note("request", bool(last.stuck))
             self.context.note("call", last.failed is not None and last.failed.how == "hung")
@@ -272,15 +271,21 @@ def observe_faulty(
     deadlines: Deadlines,
     ids: Callable[[], str],
     after: Transfer = AFTER,
+    back_off_s: float = 0.0,
 ) -> FaultObservation:
     """Run one transfer with its faults and wait until nothing of it is under way.
 
-    After a failure one more transfer runs, without faults.
+    After a failure one more transfer runs, without faults. While D computes it, it runs again, for
+    `back_off_s` at most: a connector may leave a peer alone for a while.
     """
     observation, reports = _observe(transfer, p, d, deadlines, ids)
     if observation.failed or observation.stuck or not leaves_traces(transfer):
         return FaultObservation(observation, reports)
-    return FaultObservation(observation, reports, _observe(after, p, d, deadlines, ids)[0])
+    deadline = Deadline(back_off_s, (p.process.watched, d.process.watched))
+    while True:
+        last = _observe(after, p, d, deadlines, ids)[0]
+        if last.failed or last.stuck or last.refused or last.loads or deadline.over():
+            return FaultObservation(observation, reports, last)
 
 
 def leaves_traces(transfer: Transfer) -> bool:
@@ -336,10 +341,7 @@ def _until_quiet(
 
 
 def _first_wrong(ended: tuple[Check, ...], quiet: tuple[Check, ...]) -> tuple[Check, ...]:
-    """Of each rank the audit at the end of the transfer if that found something, else the last audit.
-
-    The last audit was made when nothing was under way.
-    """
+    """Of each rank the audit at the end of the transfer, if that found something, else the later one."""
     return tuple(first if first.pool.wrong else second for first, second in zip(ended, quiet, strict=True))
 
 
