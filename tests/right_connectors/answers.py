@@ -74,6 +74,17 @@ class NoneForStrangers(NoneBySteps):
         return super().get_num_new_matched_tokens(request, num_computed_tokens)
 
 
+class OutOfOrder(NoneForStrangers):
+    """Its answer for a request comes after that for the next one, as with a thread for each look-up."""
+
+    later = 1
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Answer:
+        at_once = len(self.first_asked) % 2
+        self.first_asked.setdefault(request.request_id, self.now() - at_once * self.later)
+        return super().get_num_new_matched_tokens(request, num_computed_tokens)
+
+
 class OtherHalf(ReferenceConnector):
     """The reference connector with another scheduler half."""
 

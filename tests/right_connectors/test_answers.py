@@ -25,6 +25,7 @@ CASES = {
     "NoneByTime": NONE,
     "NoneTrue": NONE,
     "NoneForStrangers": f"{NONE} requests_without_own_params_are_ignored",
+    "OutOfOrder": f"{ALONE} params_are_read_by_key preempted_blocks_are_never_read_again",
     "StrictBookkeeping": "update_connector_output_takes_any_report",
     "Retries": "failed_load_is_recomputed failed_load_ends_its_request",
     "LoadsAgain": "announces_no_freed_blocks_after_the_load",

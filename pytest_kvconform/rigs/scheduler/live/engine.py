@@ -27,8 +27,7 @@ from pytest_kvconform.rigs.scheduler.rig import BLOCK, Rig
 from pytest_kvconform.rigs.scheduler.worker_half import WorkerHalf
 from pytest_kvconform.rigs.vllm_setup.compat import defers_finalize, post_forward, pre_forward
 
-OWNERS = 251  # numbers of requests that words can tell apart
-LONGEST = 8  # blocks of a request
+OWNERS, LONGEST = 251, 8  # numbers of requests that words can tell apart; blocks of a request
 WAIT_S = 0.001  # after a step without tokens: transfers go on in the background
 
 
@@ -148,13 +147,13 @@ class LiveEngine:
         self.side.set_token_budget(tokens)
         self.side.scheduler.scheduler_config.long_prefill_token_threshold = each
 
-    def preempt_for_another(self, id: str) -> None:
-        """Take a step in which another running request needs blocks, and no block is free but those of `id`.
+    def preempt_for_another(self) -> str:
+        """Take a step in which a running request needs blocks, and none is free but those of the last one.
 
-        vLLM preempts `id`, and gives its blocks to the other request, which writes into them in this step.
+        vLLM preempts the last one, whose id is returned. The other one writes into its blocks in this step.
         """
-        pool, manager = self.side.manager.block_pool, self.side.manager
-        allocate = manager.allocate_slots
+        manager, id = self.side.manager, str(self.side.scheduler.running[-1].request_id)
+        pool, allocate = manager.block_pool, manager.allocate_slots
 
         def allocate_slots(request: Any, *args: Any, **kwargs: Any) -> Any:
             if request.request_id != id and not self._hoard:
@@ -169,6 +168,7 @@ class LiveEngine:
             manager.allocate_slots = allocate
             pool.free_blocks(reversed(self._hoard))
             self._hoard = []
+        return id
 
     def waits_for_frees(self) -> bool:
         """Whether has_pending_block_frees returned True last: vLLM preempts nothing then."""

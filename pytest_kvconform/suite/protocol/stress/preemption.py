@@ -36,12 +36,12 @@ def preempted_blocks_are_never_read_again(rig: Rig, variant: None) -> Evidence:
             p.step()
         if len(p.statuses()) < len(ids):
             raise NotApplicable("one of two prefills ended before vLLM began the other")
-        p.preempt_for_another(ids[1])
+        last = p.preempt_for_another()
         if not p.preempted() and p.waits_for_frees():
             raise NotApplicable("has_pending_block_frees returned True, and vLLM preempted no request")
         # the other one as well, where the connector holds the blocks in vLLM's pool
-        if ids[1] not in p.preempted():
-            raise HarnessError(f"vLLM preempted {p.preempted()}, and not the second of two prefills")
+        if last not in p.preempted():
+            raise HarnessError(f"vLLM preempted {p.preempted()}, and not {last}, the last of two prefills")
         p.set_token_budget(1 << 12)
         live.settle(lambda: p.ended(list(ids.values())), "prefills")
         if live.store:
