@@ -33,8 +33,7 @@ _CONFIGURATION = re.compile(
 )
 _FILE = re.compile(r"No such file or directory: '(?P<path>[^']+\.(?:json|ya?ml|toml|conf|cfg|ini|env))'")
 _IMPORTS = ("ImportError", "ModuleNotFoundError")
-# Where an engine waits for one of its ranks: `ForkedExecutor._receive`.
-_RANK = re.compile(r"forked_executor\.py:\d+ in _receive")
+_RANKS = "forked_executor.py"  # the module in which an engine and its ranks wait for each other
 # Files of the modules in which a process waits for a server, innermost frames of a stack.
 _WAITING = ("socket.py", "poll.py", "connection.py", "connectionpool.py", "_channel.py", "_socket.py")
 
@@ -73,8 +72,9 @@ def what_is_missing(kind: str, message: str, own: str = "", packages: Mapping[st
 def waits_for_server(stack: Iterable[str]) -> bool:
     """Whether a process that hangs waits for an answer over the network.
 
-    An engine that waits for one of its ranks does not. `stack`: "file:line in function", innermost first.
+    An engine and its ranks that wait for each other do not. `stack`: "file:line in function", the innermost
+    frame first.
     """
-    lines = list(stack)
-    waits = any(line.partition(":")[0] in _WAITING for line in lines[:3])
-    return waits and not any(map(_RANK.match, lines))
+    files = [line.partition(":")[0] for line in stack]
+    waits_in = next((file for file in files if file not in _WAITING), "")
+    return waits_in != _RANKS and any(file in _WAITING for file in files[:3])

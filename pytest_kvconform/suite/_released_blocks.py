@@ -22,8 +22,8 @@ def check_all_freed(
     blocks which P keeps break.
     """
     waited_s, took_s = (released.waited_s, released.took_s) if released else (0.0, 0.0)
-    # D first where what P keeps only breaks a SHOULD. In the engine of a store both are P.
-    for role, usage in sorted(usages.items(), reverse=rule_of_p == "KV-BLOCKS-001"):
+    # D first: what P keeps may only break a SHOULD. A store saves on P, and P and D may be one engine.
+    for role, usage in sorted(usages.items(), reverse=store):
         held = usage.total_blocks - usage.free_blocks
         groups = [f"group {g}: {', '.join(names)}" for g, names in enumerate(usage.group_requests) if names]
         if held or usage.requests or groups:

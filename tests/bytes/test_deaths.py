@@ -42,7 +42,7 @@ def test_a_cell_whose_engines_die_again_and_again_is_given_up(run_cases: Callabl
     assert run.reasons[list(ended)[-1]].startswith("depends on kv::bytes/handover::completes[llama3_1_8b-")
 
 
-def test_an_error_of_the_suite_without_the_connector_is_not_tried_again(
+def test_two_errors_of_the_suite_without_the_connector_end_a_cell(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     settings = Settings(connector="NixlConnector")
@@ -63,9 +63,10 @@ def test_an_error_of_the_suite_without_the_connector_is_not_tried_again(
     monkeypatch.setattr(bench, "_observe", lambda *given: failed)
     monkeypatch.setattr(bench.control, "excuse", excuse)
     cell = Cell("llama3_1_8b", "P1D1", "b16")
-    with pytest.raises(KeyError):
-        bench.observe(cell, transfer, 100)
+    for name in ("n17", "n31"):
+        with pytest.raises(KeyError):
+            bench.observe(cell, replace(transfer, name=name), 100)
     for _ in range(2):
         with pytest.raises(Blocked, match=r"what ran without the connector ended in KeyError: 'engine_id'$"):
-            bench.observe(cell, replace(transfer, name="n31"), 100)
-    assert started == [cell]
+            bench.observe(cell, replace(transfer, name="n33"), 100)
+    assert started == [cell] * 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,26 @@ class WaitsForAServer(ReferenceConnector):
         super().__init__(vllm_config, role, kv_cache_config)
         with socket.create_server(("127.0.0.1", 0)) as server:
             server.accept()
+
+
+class OneRankWaits(ReferenceConnector):
+    """Rank 1 waits for the first message of its server, and rank 0 for nothing."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any):
+        super().__init__(vllm_config, role, kv_cache_config)
+        if vllm_config.parallel_config.rank:
+            self.wait()
+
+    def wait(self) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            server.accept()
+
+
+class OneRankSleeps(OneRankWaits):
+    """Rank 1 never comes back from its constructor, and waits for nobody."""
+
+    def wait(self) -> None:
+        time.sleep(3600)
 
 
 class NeedsAConfiguration(ReferenceConnector):

@@ -82,6 +82,21 @@ def test_a_start_that_waits_for_a_server_is_tried_once(
         assert "its start waits for a server: start it, or configure its address" in reason
 
 
+@pytest.mark.parametrize("connector", ["OneRankWaits", "OneRankSleeps"])
+def test_only_a_rank_that_waits_for_a_server_lacks_one(
+    run_cases: Callable[..., CellRun], connector: str
+) -> None:
+    """Meanwhile the engine waits for its ranks, and the other rank for the engine."""
+    run = run_cases("bytes", connector, topology="P1D2", variants="n17", scale=0.1)
+    if connector == "OneRankWaits":
+        assert set(run.outcomes.values()) == {"BLOCKED"}, run.findings
+        assert all("its start waits for a server" in result.reason for result in run.results)
+    else:
+        assert {name.partition("[")[0] for name in run.failed} == {"engines_start"}, run.outcomes
+        [finding] = run.findings.values()
+        assert "D did not answer within" in finding.happened and "in wait (absent.py" in finding.happened
+
+
 def test_a_mistake_in_the_constructor_is_a_violation(run_cases: Callable[..., CellRun]) -> None:
     for tier in ("interface", "bytes"):
         run = run_cases(tier, "MakesAMistake")

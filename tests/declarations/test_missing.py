@@ -60,4 +60,7 @@ def test_a_process_that_waits_for_a_server() -> None:
     assert not waits_for_server(["connector.py:13 in _wait", "connector.py:12 in __init__"])
     of_a_rank = ["connection.py:395 in _recv", "connection.py:216 in recv_bytes"]
     assert waits_for_server([*of_a_rank, "connector.py:12 in __init__"])
-    assert not waits_for_server([*of_a_rank, "forked_executor.py:112 in _receive"])
+    for function in ("_receive", "_worker_main"):
+        assert not waits_for_server([*of_a_rank, f"forked_executor.py:112 in {function}"])
+    asks = ["socket.py:850 in create_connection", "connector.py:12 in __init__"]
+    assert waits_for_server([*asks, "forked_executor.py:190 in _worker_main"])

@@ -87,7 +87,7 @@ def test_a_request_of_p_that_never_ends_is_the_connectors_failure(run_cases: Cal
     assert set(run.outcomes.values()) <= {"FAIL", "BLOCKED", "PASS"}, run.outcomes
 
 
-def test_an_error_of_the_suite_without_the_connector_is_not_tried_again(
+def test_two_errors_of_the_suite_without_the_connector_end_a_cell(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     settings = Settings(connector="NixlConnector")
@@ -107,12 +107,13 @@ def test_an_error_of_the_suite_without_the_connector_is_not_tried_again(
     monkeypatch.setattr(bench, "_observe", lambda *scenario: failed)
     monkeypatch.setattr(bench.control, "excuse", excuse)
     cell = Cell("llama", "P1D1")
-    with pytest.raises(KeyError):
-        bench.observe(cell, INTRODUCTION)
+    for name in ("one", "another"):
+        with pytest.raises(KeyError):
+            bench.observe(cell, replace(INTRODUCTION, name=name))
     for _ in range(2):
         with pytest.raises(Blocked, match=r"what ran without the connector ended in KeyError: 'engine_id'$"):
-            bench.observe(cell, replace(INTRODUCTION, name="another"))
-    assert started == [cell]
+            bench.observe(cell, replace(INTRODUCTION, name="a third"))
+    assert started == [cell] * 2
 
 
 # ---- the last calls of hooks ------------------------------------------------------------------------------

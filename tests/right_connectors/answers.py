@@ -75,7 +75,7 @@ class NoneForStrangers(NoneBySteps):
 
 
 class OutOfOrder(NoneForStrangers):
-    """Its answer for a request comes after that for the next one, as with a thread for each look-up."""
+    """Of two requests the second one has its answer first, as with a thread for each look-up."""
 
     later = 1
 

@@ -337,7 +337,7 @@ def _runs(blocks: list[int]) -> list[list[int]]:
     return [[int(run[0]), len(run)] for run in runs if len(run)]
 
 
-def _blocks(runs: list[list[int]]) -> list[int]:
+def _blocks(runs: list[list[int]]) -> list[int]:  # of a stranger, too: a run has no more than 65,536
     return [first + further for first, count in runs for further in range(min(count, 1 << 16))]
 
 

@@ -9,8 +9,10 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from multiprocessing.connection import Listener
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -55,24 +57,30 @@ def test_an_early_end_is_reported(tmp_path: Path, code: str, ends: list[str]) ->
     assert not run_dir.exists()
 
 
-def test_importers_get_the_answers_of_a_child(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("triton", [SimpleNamespace(), None])
+def test_importers_get_the_answers_of_a_child(monkeypatch: pytest.MonkeyPatch, triton: Any) -> None:
     import torch
-    from triton.runtime import driver
 
-    target, properties = object(), {"warpSize": 32}
-    answers = {"target": target, "names": ["a GPU"], "capabilities": [(9, 0)], "properties": [properties]}
-    monkeypatch.setattr(imports, "ask_cuda", lambda: answers | {"target": "cuda"})
-    assert imports.cuda_asked_in_a_child() == answers | {"target": "cuda"}
-    monkeypatch.setattr(imports, "cuda_asked_in_a_child", lambda: answers)
-    before = torch.cuda.get_device_name
+    answers = {
+        "get_device_name": ["a GPU", "another"],
+        "get_device_capability": [(9, 0), (8, 0)],
+        "target": "cuda",
+        "properties": [{"warpSize": 32}, {}],
+    }
+    monkeypatch.setattr(imports, "ask_cuda", lambda: answers)
+    monkeypatch.setattr(imports, "_triton_driver", lambda: triton)
+    if triton:
+        triton.set_active = partial(setattr, triton, "active")
+    before, initialized = torch.cuda.get_device_name, torch.cuda.is_initialized()
     with imports.without_cuda():
-        assert torch.cuda.get_device_name(0) == torch.cuda.get_device_name() == "a GPU"
+        assert torch.cuda.get_device_name() == torch.cuda.get_device_name(0) == "a GPU"
+        assert torch.cuda.get_device_name(torch.device("cuda", 1)) == "another"
         assert torch.cuda.get_device_capability(torch.cuda.current_device()) == (9, 0)
-        assert driver.active.get_current_target() is target
-        assert driver.active.utils.get_device_properties(0) is properties
-        assert not torch.cuda.is_initialized()
-    assert torch.cuda.get_device_name is before
-    assert driver._active is None
+        if triton:
+            assert triton.active.get_current_target() == "cuda"
+            assert triton.active.utils.get_device_properties(0) == {"warpSize": 32}
+    assert torch.cuda.get_device_name is before and torch.cuda.is_initialized() == initialized
+    assert triton is None or triton.active is None
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,7 @@ class ByteBench:
                 for word in ("", LONG):
                     self.pairs.end(cell, word)
                 if not found.refused:
-                    with self.control.broken(lambda why: self._over.update({cell: (why, False)})):
+                    with self.control.broken(cell, lambda why: self._over.update({cell: (why, False)})):
                         found = replace(found, excuse=self._excuse(cell, transfer, longest, longer, found))
                 if not found.excuse:
                     self.context.note("request", bool(found.stuck))

@@ -77,6 +77,11 @@ class TransferObservation:
         return any(check.rows_due for r in self.requests for check in r.checks)
 
     @property
+    def is_wrong(self) -> bool:
+        """Whether the pool of a rank holds what it should not, after the end."""
+        return any(check.pool.wrong for audits in self.audits for check in audits)
+
+    @property
     def declined(self) -> bool:
         """Whether the connector refused requests cleanly.
 

@@ -55,7 +55,7 @@ class ByteWorker(WorkerBase):
         self.device = torch.device(self.spec.device)
         if self.device.type == "cuda":  # ranks share GPUs where there are more ranks than GPUs
             overrides.communicate_without_devices()
-            self.local_rank %= torch.cuda.device_count()
+            self.local_rank %= torch.cuda.device_count() or 1
             self.device = torch.device("cuda", self.local_rank)
             torch.cuda.set_device(self.device)
         init_worker_distributed_environment(

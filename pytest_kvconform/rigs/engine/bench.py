@@ -155,7 +155,7 @@ class EngineBench:
         """
         for word in ("", LONG):
             self.pairs.end(cell, word)
-        with self.control.broken(lambda why: self._dead.update({cell: why})):
+        with self.control.broken(cell, lambda why: self._dead.update({cell: why})):
             excuse = self.control.excuse(
                 cell,
                 observed,

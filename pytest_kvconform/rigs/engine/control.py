@@ -15,7 +15,7 @@ from typing import Any, Generic, Protocol
 
 import msgspec
 
-from pytest_kvconform.result import Blocked, Cell
+from pytest_kvconform.result import Blocked, Cell, NotApplicable
 from pytest_kvconform.rigs.context import Deadlines, RunContext, SubjectFacts
 from pytest_kvconform.rigs.engine.handle import EngineFailed
 from pytest_kvconform.rigs.engine.messages import CONV_LAYOUT, NO_CONNECTOR, EngineFacts
@@ -67,6 +67,7 @@ class Control(Generic[Handle]):
         self.excused: Counter[Cell] = Counter()  # failures that were not the connector's
         self.deaths: Counter[Cell] = Counter()  # those that were, but for hangs
         self.hangs: Counter[Cell] = Counter()
+        self.errors: Counter[Cell] = Counter()  # of the suite, where it did again what had failed
         self._starts: dict[tuple[Cell, str], str] = {}
 
     @property
@@ -107,17 +108,20 @@ class Control(Generic[Handle]):
         return self.excuse_call(cell, spec, lambda p, d: _sentence(run(p, d)), facts, word)
 
     @contextlib.contextmanager
-    def broken(self, note: Callable[[str], None]) -> Iterator[None]:
-        """Note in one sentence that what runs without the connector ended in an error of the suite.
+    def broken(self, cell: Cell, note: Callable[[str], None]) -> Iterator[None]:
+        """Note in one sentence that what runs without the connector ends in errors of the suite.
 
-        Every other scenario of the cell would start engines for the same error, twice.
+        The first error of a cell may be that of one scenario. After the second one, every other scenario
+        would start engines for the same error, with the connector and without it.
         """
         try:
             yield
-        except Blocked:
+        except (Blocked, NotApplicable):
             raise
         except Exception as error:
-            note(f"what ran without the connector ended in {type(error).__name__}: {error}")
+            self.errors[cell] += 1
+            if self.errors[cell] > 1:
+                note(f"what ran without the connector ended in {type(error).__name__}: {error}")
             raise
 
     def is_over(self, cell: Cell, found: Ended, excuse: str, hangs: int = 1) -> bool:

@@ -26,6 +26,7 @@ from pytest_kvconform.rigs.engine.messages import (
     Trace,
     Usage,
 )
+from pytest_kvconform.rigs.missing import waits_for_server
 from pytest_kvconform.rigs.processes.child import GONE, ChildProcess, ForkRefused, leave
 from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.processes.hangs import CallDeadline, hook_of
@@ -45,7 +46,8 @@ ALONE_S, BESIDE_S, SELDOM_S = 0.02, 0.005, 0.05
 class EngineFailed(Exception):
     """An engine died, hung, refused to start or raised. `how` is one of died, hung, refused, raised.
 
-    `stack` is for people. `frames` are those of the exception, or of the threads that died or hung.
+    `stack` is for people. `frames` are those of the exception, or of the threads that died or hung. `waits`:
+    it hung, and waited for a server.
     """
 
     def __init__(
@@ -56,10 +58,11 @@ class EngineFailed(Exception):
         log: tuple[str, ...] = (),
         stack: tuple[str, ...] = (),
         frames: tuple[Frame, ...] = (),
+        waits: bool = False,
     ):
         super().__init__(sentence)
         self.role, self.how, self.sentence, self.log, self.stack = role, how, sentence, log, stack
-        self.frames = frames
+        self.frames, self.waits = frames, waits
 
     @property
     def refusal(self) -> str:
@@ -275,6 +278,7 @@ class EngineHandle:
             self._last_lines(),
             _lines(stack),
             self.process.last_stacks(),
+            any(waits_for_server(_lines(stack)) for stack in self.process.stacks_of_ends()),
         )
 
 

@@ -17,7 +17,7 @@ from pytest_kvconform.result import Blocked, Cell
 from pytest_kvconform.rigs.context import RunContext
 from pytest_kvconform.rigs.engine.handle import EngineFailed, EngineHandle, leave_all
 from pytest_kvconform.rigs.engine.messages import EngineFacts
-from pytest_kvconform.rigs.missing import waits_for_server, what_is_missing
+from pytest_kvconform.rigs.missing import what_is_missing
 from pytest_kvconform.rigs.processes.stacks import is_of_class
 
 Handle = TypeVar("Handle", bound=EngineHandle)
@@ -94,7 +94,7 @@ class EnginePairs(Generic[Handle]):
 
     def note_what_is_missing(self, failed: EngineFailed) -> None:
         """Note it and raise Blocked, if engines did not start because this environment lacks something."""
-        if failed.how == "hung" and waits_for_server(failed.stack):
+        if failed.waits:
             waits = f"its start waits for a server: start it, or configure its address ({failed.sentence})"
             self.context.missing.append(f"{self.context.subject.connector} cannot start here: {waits}")
             self.context.require_nothing_missing()

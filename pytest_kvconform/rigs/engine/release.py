@@ -8,6 +8,7 @@ keep is known, and a later wait ends when they hold nothing else, or soon.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 from pytest_kvconform.rigs.engine.handle import EngineHandle
@@ -45,6 +46,23 @@ def until_released(p: EngineHandle, d: EngineHandle, seconds: float, p_may_keep:
             break
         time.sleep(PAUSE_S)
     return Release(usage, time.monotonic() - began, seconds)
+
+
+def until_quiet(
+    p: EngineHandle, d: EngineHandle, seconds: float, mine: frozenset[str], pending: Callable[[], bool]
+) -> Release:
+    """Step both engines until D holds nothing, P none of the requests `mine`, and nothing is `pending`."""
+    began, deadline = time.monotonic(), Deadline(seconds, (p.process.watched, d.process.watched))
+    while True:
+        d.step()
+        p.step()
+        usage = p.usage(), d.usage()
+        free = usage[1].free_blocks == usage[1].total_blocks and not usage[1].unfinished
+        held = bool(mine & set(usage[0].requests))
+        if (free and not held and not pending()) or deadline.over():
+            if held or not free:
+                note_kept(p, usage, seconds)
+            return Release(usage, time.monotonic() - began, seconds)
 
 
 def until_saved(p: EngineHandle, d: EngineHandle, seconds: float) -> None:

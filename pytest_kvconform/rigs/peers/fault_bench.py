@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -14,10 +13,10 @@ from pytest_kvconform.rigs.bytes.specs import byte_engine_spec
 from pytest_kvconform.rigs.context import Deadlines, RunContext
 from pytest_kvconform.rigs.engine.handle import EngineFailed, hook_calls
 from pytest_kvconform.rigs.engine.pairs import EnginePairs
-from pytest_kvconform.rigs.engine.release import SOON_S, Release, is_full, note_kept, seconds_to_wait
+from pytest_kvconform.rigs.engine.release import SOON_S, is_full, seconds_to_wait, until_quiet
 from pytest_kvconform.rigs.peers.faulty_engine import FaultyEngineHandle
 from pytest_kvconform.rigs.peers.faulty_nixl import FaultReport
-from pytest_kvconform.rigs.peers.sleeping_peer import BACK_OFF_S
+from pytest_kvconform.rigs.peers.sleeping_peer import BACK_OFF_S, BETWEEN_S
 from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.scenario import (
     NEVER,
@@ -75,7 +74,7 @@ class FaultBench:
         # Requests that P has kept beyond their lease, of transfers whose engines have ended.
         self._beyond_lease: dict[tuple[Cell, str, int], tuple[str, ...]] = {}
         self._keeps: set[Cell] = set()  # cells in which P has kept a request beyond its lease
-        self._avoids: set[Cell] = set()  # cells in which D has not loaded again BACK_OFF_S after a failure
+        self._loads: set[tuple[Cell, str]] = set()  # pairs of engines of which D has loaded AFTER each time
         self._faultless: dict[tuple[Cell, str, int], FaultlessObservation] = {}
 
     def means(self, cell: Cell, policy: str) -> FaultReport:
@@ -112,6 +111,7 @@ class FaultBench:
         key = cell, transfer.name, longer
         if key not in self._observations:
             p, d = self._engines(cell, transfer.policy, longer)
+            pair = cell, _word(transfer.policy, longer)
             found = self._observations[key] = observe_faulty(
                 lengthened(transfer, longer),
                 p,
@@ -119,10 +119,10 @@ class FaultBench:
                 self._deadlines(cell),
                 self.context.next_name,
                 lengthened(AFTER, longer),
-                0.0 if cell in self._avoids else self.context.scaled_seconds(BACK_OFF_S),
+                self.context.scaled_seconds(BACK_OFF_S) if pair in self._loads else 0.0,
             )
             if found.after and not found.after.loads:
-                self._avoids.add(cell)
+                self._loads.discard(pair)
             last = found.after or found.transfer
             self.context.note("request", bool(last.stuck))
             self.context.note("call", last.failed is not None and last.failed.how == "hung")
@@ -223,6 +223,8 @@ class FaultBench:
         found = observe_transfer(
             lengthened(AFTER, longer), p, d, self.context.deadlines, self.context.next_name
         )
+        if found.loads:
+            self._loads.add((cell, word))
         reason = found.failed.sentence if found.failed else "; ".join(found.stuck) or found.refused
         if reason and (found.failed or _means(p, d)):
             self.pairs.end(cell, word)
@@ -275,17 +277,28 @@ def observe_faulty(
 ) -> FaultObservation:
     """Run one transfer with its faults and wait until nothing of it is under way.
 
-    After a failure one more transfer runs, without faults. While D computes it, it runs again, for
-    `back_off_s` at most: a connector may leave a peer alone for a while.
+    After a failure one more transfer runs, without faults. While D computes it and writes nothing wrong, it
+    runs again, for `back_off_s` at most: a connector may leave a peer alone for a while.
     """
     observation, reports = _observe(transfer, p, d, deadlines, ids)
     if observation.failed or observation.stuck or not leaves_traces(transfer):
         return FaultObservation(observation, reports)
-    deadline = Deadline(back_off_s, (p.process.watched, d.process.watched))
+    watched = p.process.watched, d.process.watched
+    deadline = Deadline(back_off_s, watched)
     while True:
         last = _observe(after, p, d, deadlines, ids)[0]
-        if last.failed or last.stuck or last.refused or last.loads or deadline.over():
+        ended = last.failed or last.stuck or last.refused or last.loads or last.is_wrong
+        if ended or deadline.over() or is_full(p):
             return FaultObservation(observation, reports, last)
+        pause = Deadline(BETWEEN_S, watched)
+        while not pause.over():
+            p.step(0.05)
+            d.step(0.05)
+
+
+def _may_keep(transfer: Transfer) -> bool:
+    """Whether P may keep the blocks of a transfer until their lease is over."""
+    return transfer.fails or any(faults.notifications == NEVER for faults in transfer.faults)
 
 
 def leaves_traces(transfer: Transfer) -> bool:
@@ -305,12 +318,18 @@ def _observe(
     try:
         p.set_faults(faults_where_p_writes(transfer.faults, p.ranks, d.ranks))
         d.set_faults(transfer.faults)
-        # `_until_quiet` waits for blocks: P may keep some until its lease is over.
+        # `until_quiet` waits for blocks: P may keep some until its lease is over.
         found = observe_transfer(transfer, p, d, replace(deadlines, release=0.0), ids)
         if found.failed or found.stuck:
             return replace(found, calls=hook_calls(p, d)), reports
-        mine = {r.prefill.id for r in found.requests}
-        released = _until_quiet(transfer, p, d, seconds_to_wait(p, deadlines.release), mine)
+        mine = frozenset(r.prefill.id for r in found.requests)
+        released = until_quiet(
+            p,
+            d,
+            seconds_to_wait(p, deadlines.release),
+            frozenset() if _may_keep(transfer) else mine,
+            lambda: any(_report(engine).pending for engine in (p, d)),
+        )
         reports = _report(p), _report(d)
         p_audits, d_audits = (
             _first_wrong(now, engine.audit()) for now, engine in zip(found.audits, (p, d), strict=True)
@@ -319,25 +338,6 @@ def _observe(
     except EngineFailed as failed:
         found = replace(found, failed=failed)
     return replace(found, calls=hook_calls(p, d)), reports
-
-
-def _until_quiet(
-    transfer: Transfer, p: FaultyEngineHandle, d: FaultyEngineHandle, seconds: float, mine: set[str]
-) -> Release:
-    """Step both engines until no transfer or message is under way and no block of this transfer is held."""
-    began, deadline = time.monotonic(), Deadline(seconds, (p.process.watched, d.process.watched))
-    may_keep = transfer.fails or any(faults.notifications == NEVER for faults in transfer.faults)
-    while True:
-        d.step()
-        p.step()
-        usage = p.usage(), d.usage()
-        free = usage[1].free_blocks == usage[1].total_blocks and not usage[1].unfinished
-        held = bool(mine & set(usage[0].requests)) and not may_keep
-        quiet = free and not held and not any(_report(engine).pending for engine in (p, d))
-        if quiet or deadline.over():
-            if held or not free:
-                note_kept(p, usage, seconds)
-            return Release(usage, time.monotonic() - began, seconds)
 
 
 def _first_wrong(ended: tuple[Check, ...], quiet: tuple[Check, ...]) -> tuple[Check, ...]:

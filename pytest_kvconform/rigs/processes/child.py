@@ -11,7 +11,7 @@ from pytest_kvconform.result import HarnessError
 from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.processes.logs import exceptions_in, last_lines, reason_of_start
 from pytest_kvconform.rigs.processes.place import Place
-from pytest_kvconform.rigs.processes.stacks import Frame, last_stacks, most_telling_stack
+from pytest_kvconform.rigs.processes.stacks import Frame, last_stacks, most_telling_stack, stacks_of_ends
 
 END_S = 60.0  # for the zygote to kill and reap a process
 POLL_S = 1.0  # between two looks at whether the process could run
@@ -125,6 +125,10 @@ class ChildProcess:
     def last_stacks(self) -> tuple[Frame, ...]:
         """Frames of the threads that ended or hung the process since the last `mark`."""
         return last_stacks(self._text(self.asked_at, 60_000))
+
+    def stacks_of_ends(self) -> tuple[tuple[Frame, ...], ...]:
+        """The stack of each of these threads: that of the process, and those of its ranks."""
+        return stacks_of_ends(self._text(self.asked_at, 60_000))
 
     def _text(self, since: int, longest: int) -> str:
         """The log from a position on, at most the last `longest` bytes."""

@@ -70,10 +70,17 @@ def stack_of(error: BaseException) -> tuple[Frame, ...]:
     return tuple(found)
 
 
-def last_stacks(text: str) -> tuple[Frame, ...]:
-    """Frames of all threads that ended or hung their process, in a log.
+def stacks_of_ends(text: str) -> tuple[tuple[Frame, ...], ...]:
+    """The stack of each thread that ended or hung its process, in a log.
 
     Other threads, which only waited meanwhile, and exceptions that somebody caught are not among them.
     """
     parts = [match["current"] or match["exit"] or "" for match in _END.finditer(text)]
-    return tuple((m["file"], int(m["line"]), m["name"]) for part in parts for m in _FRAME.finditer(part))
+    return tuple(
+        tuple((m["file"], int(m["line"]), m["name"]) for m in _FRAME.finditer(part)) for part in parts
+    )
+
+
+def last_stacks(text: str) -> tuple[Frame, ...]:
+    """Frames of all threads that ended or hung their process, see `stacks_of_ends`."""
+    return tuple(frame for stack in stacks_of_ends(text) for frame in stack)

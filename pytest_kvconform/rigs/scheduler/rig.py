@@ -173,9 +173,8 @@ class Rig:
         if self.subject.is_store:
             return {}
         keys = ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")
-        asked: dict[str, Any] = (
-            {} if self.subject.hook else dict.fromkeys(keys)
-        )  # a hook has words of its own
+        # a function of the author has words of its own
+        asked: dict[str, Any] = dict.fromkeys(() if self.subject.hook else keys)
         if self.subject.handover == RENDEZVOUS:
             # a long run has more cases than Linux has ids of processes, and P's answers may outlive a case
             return asked | (prefill_params(self.subject.way, str(uuid.uuid4()), None) or {})

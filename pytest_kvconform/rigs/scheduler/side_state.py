@@ -182,12 +182,14 @@ class SideState:
         return params_after_the_way(output.params)
 
     def telling_params(self, id: str) -> dict[str, Any]:
-        """Whatever tells D of a request of P that has ended: `kv_transfer_params`, and what a function of the
-        author has made them of. Its words may leave out the names of P's engine and of the transfer, and D
-        then finds them out where P and D meet.
+        """What may tell D of a request of P that has ended: what P returned, and `kv_transfer_params`.
+
+        Params that a function of the author makes may name neither P's engine nor the transfer. D learns both
+        where it meets P, so they are added.
         """
         made_of = self._decode_params(id, RENDEZVOUS) if self.rig.subject.hook else {}
-        return (self.returned_params(id) or {}) | made_of | self.kv_transfer_params(id)
+        names = {key: made_of[key] for key in ("remote_engine_id", "transfer_id") if key in made_of}
+        return (self.returned_params(id) or {}) | names | self.kv_transfer_params(id)
 
     def returned_params(self, id: str) -> dict[str, Any] | None:
         """kv_transfer_params as P returned them for a request that has ended; None: it returned none."""

@@ -22,6 +22,8 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+from pytest_kvconform.rigs.processes.cores import Deadline
+
 # An import of these fails cleanly, and transformers and vLLM take them for not installed.
 OPTIONAL = ("torchaudio", "torchcodec")
 
@@ -87,13 +89,12 @@ def ask_cuda() -> dict[str, Any]:
     """What modules ask about the GPUs as they are imported. This initialises CUDA in the calling process."""
     import torch
 
-    driver = _triton_driver()
-    devices = range(torch.cuda.device_count())
+    devices, triton = range(torch.cuda.device_count()), _triton_driver()
     return {
-        "target": driver.active.get_current_target(),
-        "names": [torch.cuda.get_device_name(i) for i in devices],
-        "capabilities": [torch.cuda.get_device_capability(i) for i in devices],
-        "properties": [driver.active.utils.get_device_properties(i) for i in devices],
+        "get_device_name": [torch.cuda.get_device_name(i) for i in devices],
+        "get_device_capability": [torch.cuda.get_device_capability(i) for i in devices],
+        "target": triton and triton.active.get_current_target(),
+        "properties": triton and [triton.active.utils.get_device_properties(i) for i in devices],
     }
 
 
@@ -104,9 +105,11 @@ def cuda_asked_in_a_child() -> dict[str, Any]:
     child = fork.Process(target=_send_answer, args=(theirs,), daemon=True)
     child.start()
     theirs.close()
+    deadline = Deadline(PATIENCE_S, (child.pid or 0,))
     try:
-        if not ours.poll(PATIENCE_S):
-            raise RuntimeError(f"CUDA did not answer in {PATIENCE_S:g} s")
+        while not ours.poll(0.1):
+            if deadline.over():
+                raise RuntimeError(f"CUDA did not answer in {deadline.passed():.0f} s")
         answer = ours.recv()
     except EOFError:
         raise RuntimeError("a process that asked CUDA for its devices ended without an answer") from None
@@ -119,7 +122,11 @@ def cuda_asked_in_a_child() -> dict[str, Any]:
 
 
 def _triton_driver() -> Any:
-    return importlib.import_module("triton.runtime").driver  # a CPU has no Triton
+    """Triton's record of drivers; None where Triton is not installed."""
+    try:
+        return importlib.import_module("triton.runtime").driver
+    except ImportError:
+        return None
 
 
 def _send_answer(connection: Any) -> None:
@@ -133,32 +140,35 @@ def _send_answer(connection: Any) -> None:
 def without_cuda() -> Iterator[None]:
     """Import modules while torch and Triton give the answers of a child process.
 
-    Raises RuntimeError if a child gets no answer.
+    Raises RuntimeError if the child gets no answer.
     """
     import torch
 
-    driver, answers = _triton_driver(), cuda_asked_in_a_child()
+    triton, answers = _triton_driver(), cuda_asked_in_a_child()
 
-    def of(kind: str) -> Any:
-        return lambda device=None: answers[kind][device if isinstance(device, int) else 0]
+    def of(question: str) -> Any:
+        def answer(device: Any = None) -> Any:
+            index = getattr(device, "index", device)  # of torch.device
+            return answers[question][index if isinstance(index, int) else 0]
 
-    instead = {
-        "current_device": lambda: 0,
-        "get_device_name": of("names"),
-        "get_device_capability": of("capabilities"),
-    }
+        return answer
+
+    instead = {name: of(name) for name in ("get_device_name", "get_device_capability")}
+    instead["current_device"] = lambda: 0
     before = {name: getattr(torch.cuda, name) for name in instead}
     for name, answer in instead.items():
         setattr(torch.cuda, name, answer)
-    driver.set_active(
-        SimpleNamespace(
-            get_current_target=lambda: answers["target"],
-            utils=SimpleNamespace(get_device_properties=of("properties")),
+    if triton:
+        triton.set_active(
+            SimpleNamespace(
+                get_current_target=lambda: answers["target"],
+                utils=SimpleNamespace(get_device_properties=of("properties")),
+            )
         )
-    )
     try:
         yield
     finally:
-        driver.set_active(None)  # the next use makes Triton's own
+        if triton:
+            triton.set_active(None)  # the next use makes Triton's own
         for name, function in before.items():
             setattr(torch.cuda, name, function)

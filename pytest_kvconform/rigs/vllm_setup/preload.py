@@ -36,13 +36,13 @@ def preload(arguments: dict[str, Any]) -> dict[str, str]:
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.platforms import current_platform
 
-    on_cuda = current_platform.is_cuda()
+    on_cuda = current_platform.is_cuda() and current_platform.device_count() > 0
     with without_cuda() if on_cuda else contextlib.nullcontext():
         _prepare(arguments)
     if on_cuda and torch.cuda.is_initialized():
-        models = ", ".join(arguments["architectures"] + arguments["geometries"])
+        imported = ", ".join(["vLLM", *arguments["architectures"], *arguments["geometries"]])
         raise RuntimeError(
-            f"importing vLLM and {models} initialised CUDA in the process that engines are forked from"
+            f"an import initialised CUDA in the process that engines are forked from: one of {imported}"
         )
     nixl_agents.find_users_of_agent_class()  # last: it looks through all modules that are loaded by now
     return {
