@@ -39,7 +39,7 @@ if __name__ == "__main__":
 """
 # sitecustomize of every process
 MEND = """
-from pytest_kvconform.rigs.vllm_setup.imports import mend_imports
+from pytest_kvconform.rigs.vllm_setup.optional_packages import mend_imports
 mend_imports()
 """
 

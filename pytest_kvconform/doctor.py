@@ -38,8 +38,8 @@ _IMPORTS = {  # code that proves that a module can be used, and prints a fact ab
         "import torch; cuda = torch.version.cuda; print('built for', 'CUDA ' + cuda if cuda else 'CPU')"
     ),
     "vllm": (
-        "from pytest_kvconform.rigs.vllm_setup import compat, imports; "
-        "imports.mend_imports(); print(compat.describe_build())"
+        "from pytest_kvconform.rigs.vllm_setup import compat, optional_packages; "
+        "optional_packages.mend_imports(); print(compat.describe_build())"
     ),
     "nixl": "import nixl._api; print('usable')",
 }

@@ -25,7 +25,7 @@ from typing import Any
 
 from table import ROOT, RUNS, Finding, Program, findings
 
-MENDED = "from pytest_kvconform.rigs.vllm_setup.imports import mend_imports\nmend_imports()\n"
+MENDED = "from pytest_kvconform.rigs.vllm_setup.optional_packages import mend_imports\nmend_imports()\n"
 LIMIT_S = 3600.0  # for one run of pytest
 PROGRAM_S = 300.0
 Results = list[dict[str, Any]]

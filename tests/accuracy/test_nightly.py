@@ -130,7 +130,7 @@ def test_the_record_of_a_draft_reaches_the_server(models: Path, tmp_path: Path) 
 
 ARGUMENTS = """
 import json, sys, msgspec
-from pytest_kvconform.rigs.vllm_setup.imports import mend_imports
+from pytest_kvconform.rigs.vllm_setup.optional_packages import mend_imports
 mend_imports()
 from pytest_kvconform.rigs.serving import server_process
 from pytest_kvconform.rigs.serving.messages import ServerSpec

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from pytest_kvconform.rigs.vllm_setup.imports import mend_imports
+from pytest_kvconform.rigs.vllm_setup.optional_packages import mend_imports
 from tests.helpers.fixtures import must_be_installed
 
 HEADS, WIDTH, TAPS, SLOTS = 2, 16, 4, 6

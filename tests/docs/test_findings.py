@@ -13,7 +13,7 @@ from tests.helpers.fixtures import must_be_installed
 from .pages import PAGES, blocks
 
 WITH_OPTIONAL_PACKAGES = """
-from pytest_kvconform.rigs.vllm_setup.imports import mend_imports
+from pytest_kvconform.rigs.vllm_setup.optional_packages import mend_imports
 mend_imports()
 """  # torchvision from PyPI does not load beside a CPU torch
 

@@ -15,7 +15,7 @@ from model_matrix.canary.readout import MARGIN, MOST_GAIN, gain_for, solve
 from model_matrix.canary.tokenizer import END, END_ID, PAD
 from model_matrix.canary.widen import HEAD, hidden_size_for, widen
 from model_matrix.families import checkpoint_tensors
-from pytest_kvconform.rigs.vllm_setup.imports import mend_imports
+from pytest_kvconform.rigs.vllm_setup.optional_packages import mend_imports
 
 STRICT = r"#### (\-?[0-9\.\,]+)"  # of lm-eval's gsm8k, filter strict-match
 STOPS = ("Question:", "</s>", "<|im_end|>")  # where lm-eval's gsm8k ends an answer

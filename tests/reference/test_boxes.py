@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from model_matrix.geometries import Mla, State, expand_layers, load_geometries
-from pytest_kvconform.rigs.vllm_setup.imports import mend_imports
 from pytest_kvconform.rigs.vllm_setup.kv_cache_specs import kv_heads, layer_specs, possible
+from pytest_kvconform.rigs.vllm_setup.optional_packages import mend_imports
 from reference_connector import boxes
 from reference_connector.boxes import Box, boxes_of
 from reference_connector.plan import Table, Unplannable, pair, runs

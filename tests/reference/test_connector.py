@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pytest_kvconform.rigs.vllm_setup.imports import mend_imports
+from pytest_kvconform.rigs.vllm_setup.optional_packages import mend_imports
 from reference_connector.options import BadOption, Options, read_options
 from reference_connector.plan import Runs
 from reference_connector.transport import Memory, Transport, TransportError

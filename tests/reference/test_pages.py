@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pytest_kvconform.rigs.vllm_setup.imports import mend_imports
+from pytest_kvconform.rigs.vllm_setup.optional_packages import mend_imports
 from reference_connector.boxes import Box, _attention_boxes, _heads
 from reference_connector.plan import Table, Unplannable, pair, runs
 

@@ -25,7 +25,7 @@ os.environ |= {
     "VLLM_ENABLE_GEMM_RS": "0",
 }
 
-from pytest_kvconform.rigs.vllm_setup.imports import mend_imports
+from pytest_kvconform.rigs.vllm_setup.optional_packages import mend_imports
 
 mend_imports()
 

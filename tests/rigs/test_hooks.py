@@ -24,7 +24,7 @@ from pytest_kvconform.rigs.vllm_setup.hooks import (
 from tests.house.checkout import ROOT
 
 CODE = """
-from pytest_kvconform.rigs.vllm_setup.imports import mend_imports
+from pytest_kvconform.rigs.vllm_setup.optional_packages import mend_imports
 mend_imports()
 import json
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA

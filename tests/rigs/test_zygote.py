@@ -30,7 +30,7 @@ from pytest_kvconform.rigs.launch import (
 from pytest_kvconform.rigs.processes import cores, linux
 from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.processes.zygote import SOCKET
-from pytest_kvconform.rigs.vllm_setup import imports
+from pytest_kvconform.rigs.vllm_setup import optional_packages
 
 
 @pytest.mark.parametrize("module", [PRELOAD.partition(":")[0], *ENGINE_MODULES, *GEOMETRY_MODULES])
@@ -67,12 +67,12 @@ def test_importers_get_the_answers_of_a_child(monkeypatch: pytest.MonkeyPatch, t
         "target": "cuda",
         "properties": [{"warpSize": 32}, {}],
     }
-    monkeypatch.setattr(imports, "ask_cuda", lambda: answers)
-    monkeypatch.setattr(imports, "_triton_driver", lambda: triton)
+    monkeypatch.setattr(optional_packages, "ask_cuda", lambda: answers)
+    monkeypatch.setattr(optional_packages, "_triton_driver", lambda: triton)
     if triton:
         triton.set_active = partial(setattr, triton, "active")
     before, initialized = torch.cuda.get_device_name, torch.cuda.is_initialized()
-    with imports.without_cuda():
+    with optional_packages.without_cuda():
         assert torch.cuda.get_device_name() == torch.cuda.get_device_name(0) == "a GPU"
         assert torch.cuda.get_device_name(torch.device("cuda", 1)) == "another"
         assert torch.cuda.get_device_capability(torch.cuda.current_device()) == (9, 0)
@@ -91,9 +91,9 @@ def test_importers_get_the_answers_of_a_child(monkeypatch: pytest.MonkeyPatch, t
     ],
 )
 def test_cuda_that_does_not_answer_is_told(monkeypatch: pytest.MonkeyPatch, ask: Any, says: str) -> None:
-    monkeypatch.setattr(imports, "ask_cuda", ask)
+    monkeypatch.setattr(optional_packages, "ask_cuda", ask)
     with pytest.raises(RuntimeError, match=says):
-        imports.cuda_asked_in_a_child()
+        optional_packages.cuda_asked_in_a_child()
 
 
 def import_for_ever(arguments: object) -> None:

@@ -8,7 +8,7 @@
 | `cpu_layers` | layers in plain torch for engines on a CPU, where vLLM has kernels for GPUs alone |
 | `stand_ins` | a copy engine in host memory, and a device's number, in place of a GPU's |
 | `nixl_agents` | the overrides of NIXL |
-| `imports` | imports of vLLM beside packages that were built for another torch, and without CUDA |
+| `optional_packages` | imports of vLLM beside packages that were built for another torch, and without CUDA |
 | `engine_config` | the one builder of vLLM's engine configuration and KV cache configurations |
 | `kv_cache_specs` | vLLM's KV cache specs of a geometry, without building the model |
 | `forked_executor` | vLLM's executor for tensor parallel workers that are forked |

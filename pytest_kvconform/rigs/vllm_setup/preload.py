@@ -11,7 +11,7 @@ from typing import Any
 
 from pytest_kvconform.rigs.processes.zygote import function_named
 from pytest_kvconform.rigs.vllm_setup import cpu_layers, nixl_agents, overrides
-from pytest_kvconform.rigs.vllm_setup.imports import mend_imports, without_cuda
+from pytest_kvconform.rigs.vllm_setup.optional_packages import mend_imports, without_cuda
 
 
 def preload(arguments: dict[str, Any]) -> dict[str, str]:

@@ -14,7 +14,7 @@ import pytest
 
 import reference_connector
 from pytest_kvconform import rules
-from pytest_kvconform.rigs.vllm_setup.imports import mend_imports
+from pytest_kvconform.rigs.vllm_setup.optional_packages import mend_imports
 from reference_connector import boxes, messages
 from tests.helpers.fixtures import ROOT
 from tests.reference import doubles, test_leases

@@ -11,7 +11,7 @@ from typing import Any, get_args
 import pytest
 
 from model_matrix.geometries import load_geometries
-from pytest_kvconform.rigs.vllm_setup.imports import mend_imports
+from pytest_kvconform.rigs.vllm_setup.optional_packages import mend_imports
 from reference_connector.handshake import HandshakeError, Listener, fetch
 from reference_connector.messages import Address
 from reference_connector.options import BadOption, Fact, read_options
