@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pytest_kvconform.case import case
-from pytest_kvconform.result import Evidence, HarnessError, NotApplicable
+from pytest_kvconform.result import Blocked, Evidence, HarnessError, NotApplicable
 from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.scheduler.rig import Rig
 from pytest_kvconform.suite.protocol.stress._live import (
@@ -36,6 +36,8 @@ def preempted_blocks_are_never_read_again(rig: Rig, variant: None) -> Evidence:
             p.step()
         if len(p.statuses()) < len(ids):
             raise NotApplicable("one of two prefills ended before vLLM began the other")
+        if waiting := [id for id, status in p.statuses().items() if status != "RUNNING"]:
+            raise Blocked(f"vLLM has not begun the prefill of {', '.join(waiting)} within {rig.settle_s:g} s")
         last = p.preempt_for_another()
         if not p.preempted() and p.waits_for_frees():
             raise NotApplicable("has_pending_block_frees returned True, and vLLM preempted no request")
