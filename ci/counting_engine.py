@@ -95,6 +95,7 @@ class CountingProcess(byte_process.ByteEngineProcess):
             for request in notes.keys() - self.scheduler.requests.keys():
                 del notes[request]
         self.tables.clear()
+        self.statistics_path.trace()
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
         usage, pages = self.usage(), int(Path("/proc/self/statm").read_text().split()[1])

@@ -85,7 +85,7 @@ class Soak:
                 if self.troubles or time.monotonic() > ends:
                     break
         except EngineFailed as failed:
-            self.troubles.append(failed.sentence)
+            self.troubles += [failed.sentence, *failed.log]
         finally:
             for engine in self.engines.values():
                 engine.end()

@@ -76,7 +76,7 @@ def byte_request(name: str, prompt: tuple[int, ...], params: dict[str, Any], sal
 def ask(engine: Engine, name: str, prompt: tuple[int, ...], params: dict[str, Any], salt: str) -> Any:
     """Let an engine compute a prompt. Returns its params."""
     engine.call("until", time.monotonic() + PATIENCE_S)
-    return engine.call("finish", byte_request(name, prompt, params, salt))[2]
+    return engine.call("finish", byte_request(name, prompt, params, salt))[3]
 
 
 def changed(value: Any) -> Any:

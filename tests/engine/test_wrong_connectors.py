@@ -269,7 +269,7 @@ WRONG = [
     ),
     mistake(
         "LeavesProcess",
-        {"no_threads_ports_or_processes_left": r"after shutdown P still has 1 processes \(\d+\)"},
+        {"no_threads_ports_or_processes_left": r"after shutdown P still has 1 processes \(\d+ sleep\)"},
         variants="two_at_once",
     ),
     mistake(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import socket
 import threading
 import time
@@ -90,6 +91,12 @@ def test_a_thousand_questions_are_nonsense_and_always_the_same() -> None:
         frames[-1] == msgspec.msgpack.encode(["where", 2**31, "rank", 1])
         for frames in malformed_messages(GOOD, 5000, seed=0)
     )
+
+
+def test_valid_messages_may_be_any_bytes() -> None:
+    noise = [[random.Random(seed).randbytes(300)] for seed in range(30)]  # some begin as a text of msgpack
+    deep = [b"\x91" * 100_000]  # a list in a list, and so on
+    assert len(list(malformed_messages([*noise, deep], 2000, seed=0))) == 2000
 
 
 @pytest.mark.parametrize("zeromq", [True, False])  # ZeroMQ is installed with vLLM

@@ -102,3 +102,13 @@ def test_without_a_worker_such_a_store_waits_in_vain(scheduler_runner: CaseRunne
     modules = ("protocol/request_finished",)
     found = run(scheduler_runner, "AsksRankZero", modules, tmp_path, asks_worker=False)
     assert {finding.rule for finding in found.findings.values()} == {"KV-HOOK-002"}, found.findings
+
+
+def test_a_process_of_the_suite_is_not_one_of_the_store(tmp_path: Path) -> None:
+    must_be_installed()
+    with importable_from(ROOT):
+        runner = CaseRunner(MODULE, "interface", ("llama3_1_8b",))
+        found = run(runner, "AsksRankZero", ("interface/shutdown",), tmp_path)
+        assert runner.close() == []
+    assert set(found.outcomes.values()) == {"PASS"}, found.findings
+    assert "no_threads_ports_or_processes_left" in found.outcomes

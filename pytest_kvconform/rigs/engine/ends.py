@@ -77,7 +77,7 @@ def shut_down(engine: EngineProcess, before: Before) -> Leftovers:
     return Leftovers(threads=threads, children=children, error=error, frames=frames, listening=listening)
 
 
-def _left(before: Before) -> tuple[tuple[str, ...], tuple[int, ...], tuple[str, ...]]:
+def _left(before: Before) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
     """Threads, processes and listening ports that the process did not have before."""
     pid, now = os.getpid(), threads()
     # by ids first: a thread of vLLM may have taken its name after it was noted

@@ -168,6 +168,6 @@ class Leftovers(msgspec.Struct, frozen=True, kw_only=True):
 
     threads: tuple[str, ...]
     listening: tuple[str, ...]  # "127.0.0.1:5600"
-    children: tuple[int, ...]  # processes
+    children: tuple[str, ...]  # processes: "4711 python"
     error: str = ""  # exception that shutdown raised
     frames: tuple[tuple[str, int, str], ...] = ()  # its stack: file, line, function

@@ -234,7 +234,7 @@ def _renumbered(message: bytes, choose: random.Random) -> bytes:
     """
     try:
         words = msgspec.msgpack.decode(message)
-    except msgspec.DecodeError:
+    except (ValueError, RecursionError):
         words = None  # peers may use any format; what is no msgpack has no numbers that could be changed
     if isinstance(words, list) and any(isinstance(word, int) for word in words):
         return msgspec.msgpack.encode(

@@ -72,8 +72,9 @@ def children_of(pid: int) -> list[int]:
     return [p for p in _pids() if _stat(p)[0] == pid]
 
 
-def children_but_pythons() -> list[int]:
-    """Pids of the children of this process, zombies included, but for those of Python's multiprocessing.
+def children_but_pythons() -> list[str]:
+    """Pids and programs of the children of this process but for those of Python's multiprocessing:
+    "4711 python", or "4711 lscpu, a zombie", which has ended and was not waited for.
 
     Python starts one resource tracker for a process (with the first piece of shared memory) and one fork
     server, and ends neither before the process ends. What the fork server has started counts instead of it.
@@ -84,7 +85,14 @@ def children_but_pythons() -> list[int]:
     found = children_of(os.getpid())
     if serves in found:
         found += children_of(serves)
-    return [pid for pid in found if pid not in (tracks, serves)]
+    return [_described(pid) for pid in found if pid not in (tracks, serves)]
+
+
+def _described(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        program = Path(f"/proc/{pid}/comm").read_text(errors="replace").strip()
+        return f"{pid} {program}" + ", a zombie" * (_stat(pid)[2] == "Z")
+    return str(pid)
 
 
 def descendants_of(pid: int) -> list[int]:

@@ -91,7 +91,7 @@ def _left_by_an_engine(
     """
     half = WorkerHalf(rig, "P")
     own |= threads().keys() - before.keys()
-    ports = set(listening_sockets(os.getpid()))
+    had = {*listening_sockets(os.getpid()), *children_but_pythons()}
     side = half.start()
     soon = Deadline(rig.scaled_seconds(SOON_S))
     while before.keys() & threads().keys() and not soon.over():
@@ -99,7 +99,7 @@ def _left_by_an_engine(
     started = threads()
     _end(half, side)
     del half, side
-    left = _once_nothing(rig, lambda: _left(own, before, ports))
+    left = _once_nothing(rig, lambda: _left(own, before, had))
     now = _of_engines(own)
     # what ends by itself, and not as the next engine starts, is a thread of its engine that ends late
     late = before.keys() & started.keys() - now.keys()
@@ -122,12 +122,13 @@ def _of_engines(own: set[str]) -> dict[str, str]:
     return {id: name for id, name in threads().items() if id not in own}
 
 
-def _left(own: set[str], before: dict[str, str], ports: set[str]) -> dict[str, list[Any]]:
+def _left(own: set[str], before: dict[str, str], had: set[str]) -> dict[str, list[Any]]:
+    """What there is now. `had`: ports and processes that were there before the engine."""
     now = _of_engines(own)
     found: dict[str, list[Any]] = {
         "threads": sorted(name for id, name in now.items() if id not in before and len(now) > len(before)),
-        "listening ports": [port for port in listening_sockets(os.getpid()) if port not in ports],
-        "processes": children_but_pythons(),
+        "listening ports": [port for port in listening_sockets(os.getpid()) if port not in had],
+        "processes": [process for process in children_but_pythons() if process not in had],
     }
     return {what: things for what, things in found.items() if things}
 
