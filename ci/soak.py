@@ -13,8 +13,9 @@ free. After each load the whole pool of D is compared byte by byte (pytest_kvcon
 and both pools at every rest.
 
 Other engines visit, in turn a P from which D loads and a D that loads from P. Each hands one round of prompts
-over. Then it shuts down, or is killed, or is killed while loads are under way. Visitors have PORTS ports in
-turn, as engines have that are started again.
+over. Then it shuts down, or is killed. A P is also killed while loads are under way. A D is not: over TCP UCX
+then ends the process from which that D reads (docs/findings.md). Visitors have PORTS ports in turn, as
+engines have that are started again.
 
 There are 25 rests. At a rest every request has ended and every lease is over: neither engine may hold blocks
 or requests, and neither may have more of NIXL's objects, threads and open files than in the first half of its
@@ -47,7 +48,8 @@ from pytest_kvconform.rigs.processes.ports import free_port
 RESTS, PORTS = 25, 4  # PORTS: of visitors of each role
 PATIENCE_S = 60.0  # for a round, and for a rest besides the lease
 SPARE = {"P": 9, "D": 5}  # prompts of full length that a pool has room for: leases keep blocks on P
-ENDS = ("it shut down", "it was killed", "it was killed while loads were under way")
+UNDER_WAY = "it was killed while loads were under way"
+ENDS = {"P": ("it shut down", "it was killed", UNDER_WAY), "D": ("it shut down", "it was killed")}
 
 
 @dataclass
@@ -114,14 +116,15 @@ class Soak:
     def _visit(self) -> None:
         """Let an engine come, hand one round of prompts over with P or D, and go."""
         number = self.counts["visits"]
-        role, end = "PD"[number % 2], ENDS[number // 2 % len(ENDS)]
+        role = "PD"[number % 2]
+        end = ENDS[role][number // 2 % len(ENDS[role])]
         self.counts.update({"visits": 1, f"visits of a {role}: {end}": 1})
         self._start("visitor", role, self.visitors[role][number // 2 % PORTS])
         p, d = ("visitor", "D") if role == "P" else ("P", "visitor")
         answered = self._compute(self._prompts(UNDISTURBED), p, d)
-        self._fetch(answered, d, "visitor" if end is ENDS[-1] else "")
+        self._fetch(answered, d, "visitor" if end is UNDER_WAY else "")
         if (visitor := self.engines.pop("visitor", None)) is not None:
-            if end is ENDS[0] and not self.troubles:
+            if end == "it shut down" and not self.troubles:
                 visitor.shutdown()
             visitor.end()
 
