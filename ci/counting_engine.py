@@ -105,7 +105,7 @@ class CountingProcess(byte_process.ByteEngineProcess):
         Open files are without the socket that NIXL leaves of each peer that was dead when it was met
         (docs/findings.md).
         """
-        for notes in (self.traces, self.requests):  # the rig's own
+        for notes in (self.traces, self.requests, self.local_hits):  # the rig's own
             for request in notes.keys() - self.scheduler.requests.keys():
                 del notes[request]
         self.tables.clear()

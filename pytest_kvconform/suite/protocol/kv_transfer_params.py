@@ -88,12 +88,14 @@ def requests_without_own_params_are_ignored(rig: Rig, who: str) -> Evidence:
 def null_keys_may_be_left_out(rig: Rig, variant: None) -> Evidence:
     """The one key that asks for a hand-over is enough.
 
-    P answers as if the other keys, which are null or false, were there.
+    P answers as if the other keys, which are null or false, were there. Of an author's own words only null
+    ones are left out: false may differ from nothing there.
     """
     needs_hand_over(rig)
     prompt = rig.prompt(token_count(PROMPT, rig.side("P").block_size))
     whole, asks = rig.prefill_params(), rig.prefill_params()
-    few = {key: value for key, value in asks.items() if value is not None and value is not False}
+    empty = (None,) if rig.subject.hook else (None, False)
+    few = {key: value for key, value in asks.items() if not any(value is one for one in empty)}
     answers = []
     for asked in (whole, few):
         p, d = rig.side("P"), rig.side("D")
