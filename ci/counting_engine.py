@@ -51,8 +51,8 @@ def serve(connection: Any, spec: ByteEngineSpec) -> None:
     def add_remote_agent(self: Any, metadata: bytes) -> Any:
         try:
             return meet(self, metadata)
-        except Exception:
-            counted["dead peers"] += 1
+        except Exception as error:
+            counted["dead peers"] += "NIXL_ERR_BACKEND" in str(error)
             raise
 
     nixl_agent.add_remote_agent = add_remote_agent
@@ -102,8 +102,8 @@ class CountingProcess(byte_process.ByteEngineProcess):
     def has(self) -> dict[str, int]:
         """What this process has, by name: at tensor parallel size 1 the only one of the engine.
 
-        Open files are without the socket that NIXL leaves of each peer that was dead when it was met
-        (docs/findings.md).
+        Open files are without the sockets that NIXL leaves over TCP, one of each peer that was dead when it
+        was met (docs/findings.md).
         """
         for notes in (self.traces, self.requests, self.local_hits):  # the rig's own
             for request in notes.keys() - self.scheduler.requests.keys():

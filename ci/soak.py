@@ -14,7 +14,7 @@ and both pools at every rest.
 
 Other engines visit, in turn a P from which D loads and a D that loads from P. Each hands one round of prompts
 over. Then it shuts down, or is killed. A P is also killed while loads are under way. A D is not: over TCP UCX
-then ends the process from which that D reads (docs/findings.md). Visitors have PORTS ports in turn, as
+may then end the process from which that D reads (docs/findings.md). Visitors have PORTS ports in turn, as
 engines have that are started again.
 
 There are 25 rests. At a rest every request has ended and every lease is over: neither engine may hold blocks
@@ -116,10 +116,10 @@ class Soak:
     def _visit(self) -> None:
         """Let an engine come, hand one round of prompts over with P or D, and go."""
         number = self.counts["visits"]
-        role = "PD"[number % 2]
-        end = ENDS[role][number // 2 % len(ENDS[role])]
+        role, turn = "PD"[number % 2], number // 2
+        end = ENDS[role][(turn + turn // PORTS) % len(ENDS[role])]  # another end on this port each time
         self.counts.update({"visits": 1, f"visits of a {role}: {end}": 1})
-        self._start("visitor", role, self.visitors[role][number // 2 % PORTS])
+        self._start("visitor", role, self.visitors[role][turn % PORTS])
         p, d = ("visitor", "D") if role == "P" else ("P", "visitor")
         answered = self._compute(self._prompts(UNDISTURBED), p, d)
         self._fetch(answered, d, "visitor" if end is UNDER_WAY else "")

@@ -13,8 +13,8 @@ def by_room(side: str, params: Params, returned: Params | None) -> Params:
 
 
 def by_room_and_rank(side: str, params: Params, returned: Params | None) -> Params:
-    """The same with a rank, which may be 0, and a word that may be false."""
-    return by_room(side, params, returned) | {"rank": 0, "warm": False}
+    """The same with a rank, which may be 0, a word that may be false, and one that is null."""
+    return by_room(side, params, returned) | {"rank": 0, "warm": False, "note": None}
 
 
 def by_room_with_a_note(side: str, params: Params, returned: Params | None) -> Params:

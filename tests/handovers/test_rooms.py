@@ -15,13 +15,14 @@ from tests.helpers.wrong import Wrong, on
 PROXIES = "tests.handovers.proxies"
 MULTI, MATCH = "protocol/multi_connector", "protocol/matched_tokens"
 NUMBERS, PARAMS = "protocol/stress/numbers", "protocol/kv_transfer_params"
+NULL = "null_keys_may_be_left_out"
 CASES = {
     "large_block_ids_and_offsets_arrive[P]": NUMBERS,
     "two_engines_hand_over_both_ways": "protocol/stress/roles",
     "shares_the_params_dict[last]": MULTI,
     "loads_nothing_if_another_connector_loads[first]": MULTI,
     "announces_no_freed_blocks_after_the_load[preempted]": MATCH,
-    "null_keys_may_be_left_out": PARAMS,
+    NULL: PARAMS,
 }
 case_runner, run_case = fixtures(
     lambda: CaseRunner("tests.handovers.rooms", "protocol", ("llama3_1_8b",), "quick"),
@@ -43,7 +44,7 @@ def _run(case_runner: CaseRunner, connector: str, case: str, proxy: str = "by_ro
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_right_one_passes(run_case: Callable[..., CellRun], case: str) -> None:
-    run = run_case("Right", case)
+    run = run_case("Right", case, "by_room_with_a_note" if case == NULL else "by_room")
     assert run.outcomes == {case: "PASS"}, [*run.findings.values(), *run.reasons.values()]
 
 
@@ -51,8 +52,7 @@ def test_a_right_one_passes(run_case: Callable[..., CellRun], case: str) -> None
     ("connector", "proxy", "case"),
     [
         ("LoadsAgain", "by_room", "announces_no_freed_blocks_after_the_load[preempted]"),
-        ("NeedsARank", "by_room_and_rank", "null_keys_may_be_left_out"),
-        ("Right", "by_room_with_a_note", "null_keys_may_be_left_out"),
+        ("NeedsARank", "by_room_and_rank", NULL),
     ],
 )
 def test_a_right_one_of_another_kind_passes(
@@ -102,7 +102,10 @@ def test_a_wrong_one_is_found(run_case: Callable[..., CellRun], wrong: Wrong) ->
 
 
 def test_a_null_key_that_is_needed_is_found(run_case: Callable[..., CellRun]) -> None:
-    case = "null_keys_may_be_left_out"
-    finding = run_case("NeedsTheNull", case, "by_room_with_a_note").findings[case]
+    finding = run_case("NeedsTheNull", NULL, "by_room_with_a_note").findings[NULL]
     assert finding.rule == "KV-PARAMS-003"
     assert finding.happened.startswith("asked with {'room': ")
+
+
+def test_without_a_null_key_there_is_nothing_to_leave_out(run_case: Callable[..., CellRun]) -> None:
+    assert run_case("Right", NULL).outcomes == {NULL: "NOT-APPLICABLE"}

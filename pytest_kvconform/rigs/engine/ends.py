@@ -85,6 +85,6 @@ def _left(before: Before) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, 
     gone = [name for one, name in before.threads.items() if one not in now]
     return (
         tuple(sorted((Counter(new) - Counter(gone)).elements())),
-        tuple(children_but_pythons()),
+        tuple(children_but_pythons().values()),
         tuple(address for address in listening_sockets(pid) if address not in before.ports),
     )

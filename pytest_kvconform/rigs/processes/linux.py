@@ -72,9 +72,10 @@ def children_of(pid: int) -> list[int]:
     return [p for p in _pids() if _stat(p)[0] == pid]
 
 
-def children_but_pythons() -> list[str]:
-    """Pids and programs of the children of this process but for those of Python's multiprocessing:
-    "4711 python", or "4711 lscpu, a zombie", which has ended and was not waited for.
+def children_but_pythons() -> dict[int, str]:
+    """The children of this process but for those of Python's multiprocessing.
+
+    Returns pid -> "4711 python", or "4711 lscpu (zombie)" of one that has ended and was not waited for.
 
     Python starts one resource tracker for a process (with the first piece of shared memory) and one fork
     server, and ends neither before the process ends. What the fork server has started counts instead of it.
@@ -85,13 +86,13 @@ def children_but_pythons() -> list[str]:
     found = children_of(os.getpid())
     if serves in found:
         found += children_of(serves)
-    return [_described(pid) for pid in found if pid not in (tracks, serves)]
+    return {pid: _described(pid) for pid in found if pid not in (tracks, serves)}
 
 
 def _described(pid: int) -> str:
     with contextlib.suppress(OSError):
         program = Path(f"/proc/{pid}/comm").read_text(errors="replace").strip()
-        return f"{pid} {program}" + ", a zombie" * (_stat(pid)[2] == "Z")
+        return f"{pid} {program}" + " (zombie)" * (_stat(pid)[2] == "Z")
     return str(pid)
 
 

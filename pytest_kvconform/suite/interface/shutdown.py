@@ -91,7 +91,7 @@ def _left_by_an_engine(
     """
     half = WorkerHalf(rig, "P")
     own |= threads().keys() - before.keys()
-    had = {*listening_sockets(os.getpid()), *children_but_pythons()}
+    had: set[str | int] = {*listening_sockets(os.getpid()), *children_but_pythons()}
     side = half.start()
     soon = Deadline(rig.scaled_seconds(SOON_S))
     while before.keys() & threads().keys() and not soon.over():
@@ -122,13 +122,13 @@ def _of_engines(own: set[str]) -> dict[str, str]:
     return {id: name for id, name in threads().items() if id not in own}
 
 
-def _left(own: set[str], before: dict[str, str], had: set[str]) -> dict[str, list[Any]]:
-    """What there is now. `had`: ports and processes that were there before the engine."""
+def _left(own: set[str], before: dict[str, str], had: set[str | int]) -> dict[str, list[Any]]:
+    """What there is now. `had`: addresses and pids that were there before the engine."""
     now = _of_engines(own)
     found: dict[str, list[Any]] = {
         "threads": sorted(name for id, name in now.items() if id not in before and len(now) > len(before)),
         "listening ports": [port for port in listening_sockets(os.getpid()) if port not in had],
-        "processes": [process for process in children_but_pythons() if process not in had],
+        "processes": [one for pid, one in children_but_pythons().items() if pid not in had],
     }
     return {what: things for what, things in found.items() if things}
 

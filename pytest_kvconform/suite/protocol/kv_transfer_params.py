@@ -88,14 +88,16 @@ def requests_without_own_params_are_ignored(rig: Rig, who: str) -> Evidence:
 def null_keys_may_be_left_out(rig: Rig, variant: None) -> Evidence:
     """The one key that asks for a hand-over is enough.
 
-    P answers as if the other keys, which are null or false, were there. Of an author's own words only null
-    ones are left out: false may differ from nothing there.
+    P answers as if the keys that are left out were there: those that are null, and of vLLM's own words those
+    that are false. In the words of an author's proxy false may mean something else than no key.
     """
     needs_hand_over(rig)
     prompt = rig.prompt(token_count(PROMPT, rig.side("P").block_size))
     whole, asks = rig.prefill_params(), rig.prefill_params()
     empty = (None,) if rig.subject.hook else (None, False)
     few = {key: value for key, value in asks.items() if not any(value is one for one in empty)}
+    if few.keys() == asks.keys():
+        raise NotApplicable("a request for a hand-over has no key that may be left out")
     answers = []
     for asked in (whole, few):
         p, d = rig.side("P"), rig.side("D")
