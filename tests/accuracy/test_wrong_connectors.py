@@ -47,6 +47,13 @@ def test_a_d_that_computes_some_prompts_has_no_evidence_for_these(
     assert re.search("the whole prompt of [12] of 16 requests", run.findings[LOADED].happened)
 
 
+def test_a_d_that_computes_while_it_loads_others_is_asked_in_turn(run_cases: Run) -> None:
+    run = run_cases("ComputesWhenBusy")
+    assert run.failed == {BLOCKS}, run.findings  # a SHOULD: a warning
+    assert re.search("the whole blocks of [0-9]+ of 128 requests", run.findings[BLOCKS].differs)
+    assert {run.outcomes[name] for name in (ANSWERED, LOADED, EQUAL, BYTES, *RIGHT)} == {"PASS"}
+
+
 def test_a_d_that_loads_one_block_alone_is_told_how_much_it_lacks(
     run_cases: Run, questions: Callable[..., None]
 ) -> None:

@@ -44,6 +44,28 @@ class LoadsMost(Right):
         )
 
 
+class ComputesWhenBusy(Right):
+    """No mistake: D loads one prompt at a time, and computes those that come meanwhile."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any):
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.loading: set[str] = set()
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
+        if self.loading:
+            return 0, False
+        return super().get_num_new_matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        if num_external_tokens:
+            self.loading.add(request.request_id)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        super().update_connector_output(connector_output)
+        self.loading -= connector_output.finished_recving or set()
+
+
 class LoadsLess(Right):
     """D announces the beginning of each prompt, and computes the rest."""
 

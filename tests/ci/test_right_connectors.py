@@ -34,9 +34,7 @@ WRONG = {
     "FindsNothing",
     "KeepsWhatTheLastStepLacks",
 }
-OTHERS = (
-    {"TcpPull", "SavesBeforeReuse", "HoldsBlocks", "SavesInBackground", "ComputesWhenBusy"} | BASES | WRONG
-)
+OTHERS = {"TcpPull", "SavesBeforeReuse", "HoldsBlocks", "SavesInBackground"} | BASES | WRONG
 
 
 @pytest.fixture(scope="module")

@@ -138,6 +138,11 @@ class ServingBench:
             runs = Runs((look,), block)
             if chain.fills and any(not one.external for one in look.prompts):
                 runs = replace(runs, probed=self._one_by_one(context, chain, exam))
+            elif 0 < sum(one.external > 0 for one in look.prompts) < len(look.prompts):
+                context.progress("D has computed some prompts: asking one question after the other")
+                self._progress.end_of_look()
+                in_turn = self._look(context, chain, exam.again(1), in_turn=True)
+                runs = replace(runs, looks=(look, in_turn))
             if generations(runs).outcome is not gate.Outcome.FAIL:
                 runs = replace(runs, repeated=ask_again(context, cell, chain, exam, look))
             while True:
@@ -146,7 +151,7 @@ class ServingBench:
                     runs = replace(runs, repeated=(*runs.repeated, *rounded))
                 if runs.wrong or not wants_more(runs, exam):
                     return runs
-                if len(runs.looks) == exam.looks:
+                if len(runs.looks) >= exam.looks:
                     found = odd_among_others(context, cell, exam, runs)
                     return replace(runs, repeated=(*runs.repeated, *found))
                 context.progress("answers differ: asking all questions again")
@@ -156,7 +161,7 @@ class ServingBench:
         finally:
             self.end()
 
-    def _look(self, context: RunContext, chain: Chain, exam: Exam) -> Look:
+    def _look(self, context: RunContext, chain: Chain, exam: Exam, in_turn: bool = False) -> Look:
         """Ask the subject, and the baseline twice.
 
         The subject is asked first: D has not computed the prompts before, so that a block that is never
@@ -164,14 +169,14 @@ class ServingBench:
         prompts are in D at a time, and vLLM gives away the block first that became free last
         (v1/core/block_pool.py: BlockPool.free_blocks, without prefix caching).
         """
-        progress = self._progress
+        progress, at_once = self._progress, 1 if in_turn else AT_ONCE
         if chain.fills and chain.prefill is not None:
             ask(context, chain, chain.prefill.url, exam, progress, "P, which saves")
         before = len(_prompts(chain))
 
         def counted(url: str, what: str, *counts: Endpoint) -> tuple[Answers, list[Counters]]:
             earlier = [one.counters() for one in counts]
-            answers = ask(context, chain, url, exam, progress, what)
+            answers = ask(context, chain, url, exam, progress, what, at_once=at_once)
             pairs = zip(counts, earlier, strict=True)
             return answers, [one.counters().since(before) for one, before in pairs]
 
@@ -181,7 +186,8 @@ class ServingBench:
         first, [of_first] = counted(chain.baseline.url, BASELINE, chain.baseline)
         second, [of_second] = counted(chain.baseline.url, f"{BASELINE} again", chain.baseline)
         moved_by_p = of_p[0].moved if of_p else None
-        return Look(subject, (first, second), of_subject, (of_first, of_second), prompts, moved_by_p)
+        counts = of_subject, (of_first, of_second)
+        return Look(subject, (first, second), *counts, prompts, moved_by_p, in_turn)
 
     def _one_by_one(self, context: RunContext, chain: Chain, exam: Exam) -> tuple[Prompt, ...]:
         """D's requests for some questions, each of which P has answered just before.

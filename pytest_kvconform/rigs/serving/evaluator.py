@@ -85,9 +85,10 @@ def ask(
     progress: Progress,
     what: str,
     salt: str = "",
+    at_once: int = AT_ONCE,
 ) -> Answers:
-    """One run of lm-eval. `what` is asked, in words. `salt`: cache_salt of the requests; a deployment has
-    another one for each run.
+    """One run of lm-eval. `what` is asked, in words, `at_once` questions at a time. `salt`: cache_salt of the
+    requests; a deployment has another one for each run.
 
     Raises EngineFailed if a server ends, and Unanswered if a question was not answered.
     """
@@ -96,7 +97,7 @@ def ask(
         url=url,
         model=_model(context, chain, url),
         questions=exam.questions,
-        at_once=AT_ONCE,
+        at_once=at_once,
         # lm-eval counts all seconds, also those in which a server waits for a core
         request_s=REQUEST_TIMES * context.deadlines.request * context.slow,
         salt=salt or (new_salt() if settings.deployed else ""),

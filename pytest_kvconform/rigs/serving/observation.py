@@ -23,6 +23,7 @@ class Look:
     counted_alone: tuple[Counters, Counters]  # and the baseline during its runs
     prompts: tuple[Prompt, ...] = ()  # of D's requests in the subject's run; empty for a foreign server
     moved_by_p: dict[str, int] | None = None  # P's own metrics of bytes in that run; None: P is not known
+    in_turn: bool = False  # one question was asked after the other
 
     @property
     def by_p(self) -> dict[str, int]:
@@ -131,6 +132,14 @@ class Runs:
     def prompts(self) -> tuple[Prompt, ...]:
         """D's requests in the subject's runs; empty for a foreign server."""
         return tuple(prompt for look in self.looks for prompt in look.prompts)
+
+    @property
+    def prompts_in_turn(self) -> tuple[Prompt, ...]:
+        """D's requests of the looks that asked one question after the other, or of all if there are none: a
+        connector may let D compute prompts while it loads others.
+        """
+        looks = [look for look in self.looks if look.in_turn] or self.looks
+        return tuple(prompt for look in looks for prompt in look.prompts)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ from pytest_kvconform.suite.accuracy._observations import answered, loads
 @case("KV-ACC-002")
 def each_question_is_loaded(bench: Bench, _: None) -> Evidence:
     """D loads KV for each question, by D's own count, as much as is declared, and none when it is asked
-    alone.
+    alone. A connector may let D compute prompts while it loads others: then D loads each question of a look
+    that asks one after the other.
     """
     runs = answered(bench)
     counted, subject = runs.counted, bench.subject
@@ -32,17 +33,18 @@ def each_question_is_loaded(bench: Bench, _: None) -> Evidence:
         raise _not_loaded(f"D computed {just if runs.probed else whole}, and loaded none")
     if runs.prompts:
         _require_agreement(runs)
+        asked = runs.prompts_in_turn
         if without := _not_loaded_at_all(subject, runs):
-            whole = f"D computed the whole prompt of {len(without)} of {len(runs.prompts)} requests"
+            whole = f"D computed the whole prompt of {len(without)} of {len(asked)} requests"
             if subject.is_store:
                 raise Blocked(
                     f"{whole}: the store does not keep the prompts of so many questions, or saves them later"
                 )
             raise _not_loaded(whole)
         declared = declared_amount(subject)
-        if declared and (less := _loaded_less(subject, runs)):
+        if declared and (less := _loaded_less(subject, asked, runs)):
             raise _not_loaded(
-                f"{declared} is declared, and of {len(less)} of {len(runs.prompts)} requests D loaded less: "
+                f"{declared} is declared, and of {len(less)} of {len(asked)} requests D loaded less: "
                 f"{less[0].external} of {less[0].prompt} tokens"
             )
     else:
@@ -62,7 +64,7 @@ def all_whole_blocks_are_loaded(bench: Bench, _: None) -> Evidence:
     if _not_loaded_at_all(bench.subject, runs):
         on = "kv::accuracy/evidence::each_question_is_loaded"
         raise Blocked(f"depends on {on}[{bench.cell}]: D loaded nothing of some prompts")
-    if less := _loaded_less(bench.subject, runs):
+    if less := _loaded_less(bench.subject, runs.prompts, runs):
         one = less[0]
         due = _due(bench.subject, one, runs) - one.local
         raise Violation(
@@ -142,13 +144,13 @@ def _not_loaded_at_all(subject: Subject, runs: Runs) -> list[Prompt]:
     shortest = 0
     if not declared_amount(subject):
         shortest = min((one.prompt for one in runs.prompts if one.external), default=0)
-    without = (one for one in runs.prompts if not one.external and one.prompt >= shortest)
+    without = (one for one in runs.prompts_in_turn if not one.external and one.prompt >= shortest)
     return [one for one in without if _due(subject, one, runs) > one.local]
 
 
-def _loaded_less(subject: Subject, runs: Runs) -> list[Prompt]:
-    """The prompts of which D loaded less than `_due`."""
-    return [one for one in runs.prompts if one.local + one.external < _due(subject, one, runs)]
+def _loaded_less(subject: Subject, prompts: tuple[Prompt, ...], runs: Runs) -> list[Prompt]:
+    """Those of the prompts of which D loaded less than `_due`."""
+    return [one for one in prompts if one.local + one.external < _due(subject, one, runs)]
 
 
 def _require_loads_by_totals(subject: Subject, look: Look, runs: Runs) -> None:
