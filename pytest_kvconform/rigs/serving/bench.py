@@ -138,7 +138,7 @@ class ServingBench:
             runs = Runs((look,), block)
             if chain.fills and any(not one.external for one in look.prompts):
                 runs = replace(runs, probed=self._one_by_one(context, chain, exam))
-            elif 0 < sum(one.external > 0 for one in look.prompts) < len(look.prompts):
+            elif not chain.fills and look.has_skipped:
                 context.progress("D has computed some prompts: asking one question after the other")
                 self._progress.end_of_look()
                 in_turn = self._look(context, chain, exam.again(1), in_turn=True)

@@ -30,6 +30,12 @@ class Look:
         """P's own metrics of bytes; empty if P is not known."""
         return self.moved_by_p or {}
 
+    @property
+    def has_skipped(self) -> bool:
+        """Whether D has computed a prompt as long as others of which it has loaded something."""
+        loaded = [one.prompt for one in self.prompts if one.external]
+        return any(not one.external and one.prompt >= min(loaded) for one in self.prompts if loaded)
+
 
 @dataclass(frozen=True)
 class Repeated:
