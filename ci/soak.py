@@ -116,10 +116,10 @@ class Soak:
     def _visit(self) -> None:
         """Let an engine come, hand one round of prompts over with P or D, and go."""
         number = self.counts["visits"]
-        role, turn = "PD"[number % 2], number // 2
-        end = ENDS[role][(turn + turn // PORTS) % len(ENDS[role])]  # another end on this port each time
+        role, (again, port) = "PD"[number % 2], divmod(number // 2, PORTS)
+        end = ENDS[role][(port + again) % len(ENDS[role])]  # another end on this port each time
         self.counts.update({"visits": 1, f"visits of a {role}: {end}": 1})
-        self._start("visitor", role, self.visitors[role][turn % PORTS])
+        self._start("visitor", role, self.visitors[role][port])
         p, d = ("visitor", "D") if role == "P" else ("P", "visitor")
         answered = self._compute(self._prompts(UNDISTURBED), p, d)
         self._fetch(answered, d, "visitor" if end is UNDER_WAY else "")

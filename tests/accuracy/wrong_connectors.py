@@ -1,4 +1,4 @@
-"""Connectors with one mistake each, which servers and questions show."""
+"""Connectors with one mistake each, which servers and questions show, and right ones beside them."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def children_of(pid: int) -> list[int]:
 def children_but_pythons() -> dict[int, str]:
     """The children of this process but for those of Python's multiprocessing.
 
-    Returns pid -> "4711 python", or "4711 lscpu (zombie)" of one that has ended and was not waited for.
+    Returns pid -> "4711 python", or "4711 lscpu as a zombie" of one that has ended and was not waited for.
 
     Python starts one resource tracker for a process (with the first piece of shared memory) and one fork
     server, and ends neither before the process ends. What the fork server has started counts instead of it.
@@ -92,7 +92,7 @@ def children_but_pythons() -> dict[int, str]:
 def _described(pid: int) -> str:
     with contextlib.suppress(OSError):
         program = Path(f"/proc/{pid}/comm").read_text(errors="replace").strip()
-        return f"{pid} {program}" + " (zombie)" * (_stat(pid)[2] == "Z")
+        return f"{pid} {program}" + " as a zombie" * (_stat(pid)[2] == "Z")
     return str(pid)
 
 

@@ -138,11 +138,7 @@ class ServingBench:
             runs = Runs((look,), block)
             if chain.fills and any(not one.external for one in look.prompts):
                 runs = replace(runs, probed=self._one_by_one(context, chain, exam))
-            elif not chain.fills and look.has_skipped:
-                context.progress("D has computed some prompts: asking one question after the other")
-                self._progress.end_of_look()
-                in_turn = self._look(context, chain, exam.again(1), in_turn=True)
-                runs = replace(runs, looks=(look, in_turn))
+            runs = self._asked_in_turn(context, chain, exam, runs)
             if generations(runs).outcome is not gate.Outcome.FAIL:
                 runs = replace(runs, repeated=ask_again(context, cell, chain, exam, look))
             while True:
@@ -151,13 +147,14 @@ class ServingBench:
                     runs = replace(runs, repeated=(*runs.repeated, *rounded))
                 if runs.wrong or not wants_more(runs, exam):
                     return runs
-                if len(runs.looks) >= exam.looks:
+                if sum(not one.in_turn for one in runs.looks) == exam.looks:
                     found = odd_among_others(context, cell, exam, runs)
                     return replace(runs, repeated=(*runs.repeated, *found))
                 context.progress("answers differ: asking all questions again")
                 self._progress.end_of_look()
                 look = self._look(context, chain, exam.again(len(runs.looks)))
                 runs = replace(runs, looks=(*runs.looks, look))
+                runs = self._asked_in_turn(context, chain, exam, runs)
         finally:
             self.end()
 
@@ -169,7 +166,9 @@ class ServingBench:
         prompts are in D at a time, and vLLM gives away the block first that became free last
         (v1/core/block_pool.py: BlockPool.free_blocks, without prefix caching).
         """
-        progress, at_once = self._progress, 1 if in_turn else AT_ONCE
+        progress, at_once = self._progress, AT_ONCE
+        if in_turn:
+            progress, at_once = Progress(context, exam.questions.count, 3), 1
         if chain.fills and chain.prefill is not None:
             ask(context, chain, chain.prefill.url, exam, progress, "P, which saves")
         before = len(_prompts(chain))
@@ -188,6 +187,17 @@ class ServingBench:
         moved_by_p = of_p[0].moved if of_p else None
         counts = of_subject, (of_first, of_second)
         return Look(subject, (first, second), *counts, prompts, moved_by_p, in_turn)
+
+    def _asked_in_turn(self, context: RunContext, chain: Chain, exam: Exam, runs: Runs) -> Runs:
+        """Add a look that asks one question after the other, if D has computed prompts in the last look.
+
+        A connector may let D compute a prompt while D loads others. One such look is enough.
+        """
+        if chain.fills or not runs.looks[-1].has_skipped or any(look.in_turn for look in runs.looks):
+            return runs
+        context.progress("D has computed some prompts: asking one question after the other")
+        look = self._look(context, chain, exam.again(len(runs.looks)), in_turn=True)
+        return replace(runs, looks=(*runs.looks, look))
 
     def _one_by_one(self, context: RunContext, chain: Chain, exam: Exam) -> tuple[Prompt, ...]:
         """D's requests for some questions, each of which P has answered just before.

@@ -50,13 +50,17 @@ def each_question_is_loaded(bench: Bench, _: None) -> Evidence:
     else:
         for look in runs.looks:
             _require_loads_by_totals(subject, look, runs)
-    return _evidence(runs)
+    return _evidence(runs, len(runs.prompts_in_turn) or len(runs.subject))
 
 
 @case("KV-HANDOVER-003")
 def all_whole_blocks_are_loaded(bench: Bench, _: None) -> Evidence:
-    """D loads every whole block of each question, unless the connector declares how much it loads."""
-    if declared := declared_amount(bench.subject):
+    """D loads every whole block of each question, or what the connector declares.
+
+    KV-ACC-002 holds the connector to what it declares, unless D was asked one question after the other.
+    """
+    declared = declared_amount(bench.subject)
+    if declared and not _was_asked_in_turn(bench):
         raise NotApplicable(f"{declared} is declared, and KV-ACC-002 holds the connector to it")
     runs = loads(bench)
     if not runs.prompts or not runs.block:
@@ -67,17 +71,19 @@ def all_whole_blocks_are_loaded(bench: Bench, _: None) -> Evidence:
     if less := _loaded_less(bench.subject, runs.prompts, runs):
         one = less[0]
         due = _due(bench.subject, one, runs) - one.local
+        blocks = f"in whole blocks of {runs.block} tokens that P had and D had not"
         raise Violation(
             Finding(
                 rule="KV-HANDOVER-003",
                 happened=f"D loaded {one.external} of the {one.prompt} prompt tokens of a question, of which "
-                f"{due} are in whole blocks of {runs.block} tokens that P had and D had not",
-                differs=f"D loaded less than the whole blocks of {len(less)} of {len(runs.prompts)} requests",
+                f"{due} are {f'due, since {declared} is declared' if declared else blocks}",
+                differs=f"D loaded less than {'what is due' if declared else 'the whole blocks'} "
+                f"of {len(less)} of {len(runs.prompts)} requests",
                 diagnosis="get_num_new_matched_tokens announced less than P had",
                 signature="D recomputed what P had",
             )
         )
-    return _evidence(runs)
+    return _evidence(runs, len(runs.subject))
 
 
 @case("KV-ACC-003")
@@ -106,9 +112,17 @@ def moved_bytes_are_counted(bench: Bench, _: None) -> Evidence:
     )
 
 
-def _evidence(runs: Runs) -> Evidence:
+def _was_asked_in_turn(bench: Bench) -> bool:
+    """Whether D was asked one question after the other, since it had computed some prompts."""
+    try:
+        return any(look.in_turn for look in loads(bench).looks)
+    except Blocked:
+        return False
+
+
+def _evidence(runs: Runs, questions: int) -> Evidence:
     return Evidence(
-        looked_at=len(runs.subject),
+        looked_at=questions,
         unit="questions",
         bytes_moved=sum(runs.moved.values()),
         external_tokens=runs.counted.external,
