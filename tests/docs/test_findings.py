@@ -20,7 +20,7 @@ mend_imports()
 
 def test_a_read_after_a_notification_waits_as_the_findings_say() -> None:
     must_be_installed()
-    [code] = [code for code in blocks(PAGES["docs/findings.md"], "python") if "check_xfer_state" in code]
+    [code] = [code for code in blocks(PAGES["docs/findings.md"], "python") if "P makes calls" in code]
     [said] = [text for text in blocks(PAGES["docs/findings.md"], "text") if text.startswith("notified")]
     environment = os.environ | {"UCX_TLS": "tcp,self,sm", "UCX_NET_DEVICES": "lo"}
     run = subprocess.run(
