@@ -35,7 +35,10 @@ def each_question_is_loaded(bench: Bench, _: None) -> Evidence:
         _require_agreement(runs)
         asked = runs.prompts_in_turn
         if without := _not_loaded_at_all(subject, runs):
-            whole = f"D computed the whole prompt of {len(without)} of {len(asked)} requests"
+            whole = f"D computed the whole prompt of {len(without)} of {len(asked)} requests" + (
+                ", although D was asked one question after the other"
+                * any(look.in_turn for look in runs.looks)
+            )
             if subject.is_store:
                 raise Blocked(
                     f"{whole}: the store does not keep the prompts of so many questions, or saves them later"
