@@ -297,6 +297,12 @@ def test_d_may_compute_for_a_while_after_a_failure(run_cases: Callable[..., Cell
         assert all("loaded nothing" in finding.happened for finding in run.findings.values()), run.findings
 
 
+def test_the_load_that_fails_may_be_the_only_one(run_cases: Callable[..., CellRun]) -> None:
+    run = run_cases(f"{RIGHT}.answers:ComputesWhenBusy", LLAMA, "P1D1", "failed slow", 1.0)
+    arrives = "attention_kv_arrives[failed]"
+    assert run.outcomes == dict.fromkeys(run.outcomes, "PASS") | {arrives: "NOT-APPLICABLE"}, run.reasons
+
+
 def test_without_nixl_the_cases_do_not_apply(run_cases: Callable[..., CellRun]) -> None:
     run = run_cases("WithoutNixl", LLAMA, "P1D1", "slow failed twice", 1.0)
     assert {result.outcome.value for result in run.results} == {"NOT-APPLICABLE"}
