@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 import msgspec
+import numpy as np
 from msgspec.structs import replace
 
 from pytest_kvconform.result import (
@@ -21,6 +23,7 @@ from pytest_kvconform.result import (
 )
 
 MOST_CALLS = 60  # of hooks of one side, in a finding
+Record = TypeVar("Record", Evidence, Finding)
 
 
 class CaseEnd(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,7 +56,7 @@ def run_case(body: Callable[[], object], name: str) -> CaseEnd:
         if not isinstance(returned, Evidence) or returned.looked_at <= 0:
             what = "compared nothing" if isinstance(returned, Evidence) else f"returned {returned!r}"
             raise HarnessError(f"the case {name} passed without evidence: it {what}")
-        return CaseEnd(outcome=Outcome.PASS, evidence=returned)
+        return CaseEnd(outcome=Outcome.PASS, evidence=_plain(returned))
     except KeyboardInterrupt:
         raise
     except BaseException as error:
@@ -64,7 +67,7 @@ def end_of(error: BaseException) -> CaseEnd:
     """The end of a case that raised this."""
     if isinstance(error, Violation):
         refused = bool(error.finding.declined)
-        return CaseEnd(outcome=Outcome.FAIL, finding=error.finding, refused=refused)
+        return CaseEnd(outcome=Outcome.FAIL, finding=_plain(error.finding), refused=refused)
     if isinstance(error, Blocked):
         reason = str(error) or "no reason was given"
         return CaseEnd(outcome=Outcome.BLOCKED, reason=reason, refused=error.refused)
@@ -90,6 +93,18 @@ def with_calls(end: CaseEnd, calls: Iterable[HookCall]) -> CaseEnd:
     last = sorted((call for mine in sides.values() for call in mine[-MOST_CALLS:]), key=lambda call: call.at)
     calls = tuple(replace(call, at=round(call.at - last[0].at, 4)) for call in last)
     return replace(end, finding=replace(end.finding, calls=calls))
+
+
+def _plain(record: Record) -> Record:
+    """The record with Python's own types, as a report has them. A connector may answer with NumPy's."""
+    return msgspec.convert(msgspec.to_builtins(record, enc_hook=_builtin), type(record))
+
+
+def _builtin(value: Any) -> float | int | str:
+    for kind in (str, float, int):
+        if isinstance(value, kind):  # of a class of its own
+            return kind(value)
+    return value.item() if isinstance(value, np.number) else str(value)
 
 
 def _sentence(error: BaseException) -> str:

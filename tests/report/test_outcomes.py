@@ -20,6 +20,7 @@ def test_every_case_passes(kv):
     [
         ("violate", "FAIL", 1, "VIOLATES", "1 case breaks the rule KV-BYTES-001"),
         ("blocked", "BLOCKED", 10, "INCOMPLETE", "no GPU here; run on a machine with one"),
+        ("violate with numpy", "FAIL", 1, "VIOLATES", "1 case breaks the rule KV-BYTES-001"),
         ("harness", "HARNESS", 11, "HARNESS", "the port was taken"),
         ("assert", "HARNESS", 11, "HARNESS", "AssertionError"),
         ("skip", "HARNESS", 11, "HARNESS", "Skipped: not today"),
@@ -33,6 +34,14 @@ def test_one_case_does_not_pass(kv, deed, outcome, code, word, says):
     assert run.outcomes["engine/bytes::arrive[llama-P1D1-n63]"] == outcome
     assert sum(value == "PASS" for value in run.outcomes.values()) == EVERYTHING - 1
     assert any(line.startswith(f"{word}: ") and says in line for line in run.lines)
+
+
+@pytest.mark.parametrize("workers", [(), ("-n2",)])
+def test_numbers_of_numpy_are_numbers(kv, workers):
+    run = kv(*workers, deeds={"arrive(llama-P1D1-n63*": "numpy"})
+    assert (run.code, run.word) == (0, "CONFORMS")
+    [result] = [one for one in run.report["results"] if one["id"].endswith("arrive[llama-P1D1-n63]")]
+    assert (result["evidence"]["looked_at"], result["evidence"]["notes"]) == (2, {"half": 0.5})
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,8 @@ import signal
 import socket
 import time
 
+import numpy as np
+
 from pytest_kvconform.result import Blocked, Evidence, Finding, HarnessError, Violation
 
 
@@ -60,6 +62,12 @@ def act(bench, rule, name, variant, moved):
         return None
     if deed == "nothing looked at":
         return Evidence(looked_at=0, unit="bytes")
+    if deed == "numpy":
+        return Evidence(
+            looked_at=np.int64(2), unit=np.str_("bytes"), bytes_moved=moved, notes={"half": np.float32(0.5)}
+        )
+    if deed == "violate with numpy":
+        raise Violation(Finding(rule=rule, happened=np.str_("it hung")))
     if deed == "moves nothing":
         return Evidence(looked_at=1, unit="tokens")
     if deed == "interrupt":
