@@ -51,6 +51,8 @@ PROTOCOL = {
         "handed_over_blocks_are_kept_until_sent",
         "requests_end_with_a_step_in_flight",
         "events_are_taken_once",
+        "keeps_only_its_own_blocks",
+        "loads_the_same_as_alone",
     ),
     "OwnKeys": (
         "params_survive_json",

@@ -47,7 +47,7 @@ class SchedulerStopped(Violation):
     def __init__(self, side: str, error: BaseException, last: str):
         frame = traceback.extract_tb(error.__traceback__)[-1]
         text = (str(error).splitlines() or [""])[0][:160] or frame.line
-        where = f"{frame.filename.rpartition('/')[2]}:{frame.lineno}"
+        where = f"{frame.filename.rpartition('/')[2]}:{frame.lineno} in {frame.name}"
         kind = type(error).__name__
         happened = f"vLLM's scheduler of {side} stopped with {kind}: {text} ({where}){last}"
         super().__init__(Finding(rule=STOPS, happened=happened))

@@ -169,7 +169,7 @@ def keeps_only_its_own_blocks(rig: Rig, who: str) -> Evidence:
     id = p.add(prompt, None if who == "fake" else rig.prefill_params())
     p.run()
     [ended], due = subject.calls_of(ENDED, id), who != "fake" and _keeps_alone(rig, prompt)
-    if ended.result[0] != due:
+    if bool(ended.result[0]) != due:
         raise rig.violation(
             "", f"beside a fake connector {ended.hook} returned {str(ended.result)[:200]}, and alone {due}"
         )
