@@ -1,4 +1,4 @@
-"""A pool is compared again if a load was writing to it, and only then."""
+"""A pool is compared again if a load was writing to it, and only then. Of a GPU's memory there is a copy."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from pytest_kvconform.rigs.bytes import checks
 from pytest_kvconform.rigs.bytes.memory import Memory
@@ -42,3 +43,39 @@ def test_another_look_while_a_load_is_written(
     groups: Any = SimpleNamespace(of={})
     checks.PoolChecker(memory, groups)._compare(np.zeros(4), {}, None, np.array([1]))
     assert len(seen) == looks
+
+
+class Copied(Memory):
+    """A pool of four blocks with two pages each, as if it were on a GPU."""
+
+    copied = True  # type: ignore[assignment]
+
+    def __init__(self) -> None:
+        self.device, self.storage = torch.zeros(64, dtype=torch.uint8), np.zeros(64, dtype=np.uint8)
+        self.pages = [(0, 8, 8), (32, 8, 8)]  # offset of block 0, bytes, stride
+
+
+def test_blocks_go_to_the_device_and_back() -> None:
+    memory = Copied()
+    memory.storage[:] = np.arange(64)
+    memory.flush(np.array([2, 0, 2]))
+    flushed = memory.device.numpy().copy()
+    due = np.where(np.isin(np.arange(64) // 8 % 4, (0, 2)), np.arange(64), 0)
+    np.testing.assert_array_equal(flushed, due)
+
+    memory.device[:] = 99
+    memory.fetch(np.array([1]))
+    np.testing.assert_array_equal(memory.storage, np.where(np.arange(64) // 8 % 4 == 1, 99, np.arange(64)))
+    memory.fetch(np.zeros(0, dtype=np.int64))  # no block
+    memory.fetch()
+    assert (memory.storage == 99).all()
+
+
+def test_a_copy_of_an_earlier_moment_is_not_fetched_anew() -> None:
+    memory = Copied()
+    memory.device[:] = 99
+    with memory.held_before(np.ones(64, dtype=np.uint8)):
+        memory.fetch()
+        assert (memory.storage == 1).all()
+    memory.fetch()
+    assert (memory.storage == 99).all()

@@ -8,12 +8,14 @@ import subprocess
 import sys
 import threading
 import time
+from multiprocessing import Pipe
 from types import SimpleNamespace
 
 import pytest
 
 from pytest_kvconform.rigs.processes import cores
 from pytest_kvconform.rigs.processes.cores import Deadline, core_waits, own_core_wait, slowness
+from pytest_kvconform.rigs.processes.hangs import DEVICE, QUIET, UNSTARTED, RunningHook
 
 
 class Machine:
@@ -120,3 +122,10 @@ def test_each_thread_reads_its_own_wait() -> None:
         thread.join()
     assert len(seen) == 4
     assert all(file.endswith(f"/task/{thread}/schedstat") for thread, file in seen)
+
+
+def test_a_device_has_the_time_of_a_start() -> None:
+    hook, (ours, _theirs) = RunningHook(), Pipe()
+    assert hook.wait(ours, 0.2, (os.getpid(),), 0.6) == (QUIET, 0.2)
+    hook.note(DEVICE)  # as a worker does while it waits for CUDA
+    assert hook.wait(ours, 0.2, (os.getpid(),), 0.6) == (UNSTARTED, 0.6)

@@ -130,7 +130,8 @@ def _run(
 ) -> TransferObservation:
     transfer = observed.transfer
     alone = p is d
-    deadline = Deadline(limits.request + 2 * p.spec.save_delay, tuple({p.process.watched, d.process.watched}))
+    seconds, watched = limits.request + 2 * p.spec.save_delay, tuple({p.process.watched, d.process.watched})
+    deadline = Deadline(seconds, watched)
     _both(p, d, "poison")
     owners = shared_owners([prompt.tokens for prompt in transfer.prompts])
     make = _Requests(transfer, owners, salt, p, d)
@@ -176,6 +177,7 @@ def _run(
         ends |= {output.id: output for output in outputs if output.finish}
         if targets[0].id not in ends:  # a load that was refused ends its request before a token
             d.preempt(targets[0].id)
+    deadline = Deadline(seconds, watched)  # what P took is not D's
     stuck = _until_finished(d, p, [request.id for request in targets], ends, deadline)
     p.budget(0)
     p.reuse(False)

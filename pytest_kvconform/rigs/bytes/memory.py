@@ -113,6 +113,8 @@ def _state_regions(
 class Memory:
     """Storage and shadow. What the stand-in for the model writes goes to both."""
 
+    frozen = False  # whether `storage` is a copy of what it held at some moment
+
     def __init__(
         self,
         caches: dict[str, Any],
@@ -129,7 +131,6 @@ class Memory:
             whole, 0, (whole.nbytes(),), (1,)
         )
         self.storage: Array = np.empty(0, dtype=np.uint8) if self.device.is_cuda else self.device.numpy()
-        self.frozen = False  # whether `storage` is a copy of what it held at some moment
         self.pages = _pages(caches, num_blocks)
         self.dirty = np.zeros(num_blocks, dtype=bool)  # blocks that may not be all poison
         self.shadow: Array = np.empty(whole.nbytes(), dtype=np.uint8)
@@ -140,27 +141,40 @@ class Memory:
         else:
             poison(self.storage, engine)
 
-    # On a GPU `storage` is a copy in host memory: these two bring blocks there and back.
-    # On CPU it is the memory itself.
+    # On a GPU `storage` is a copy in host memory: these two bring blocks there and back, all in one copy,
+    # since each waits for the GPU, which other engines use. On CPU it is the memory itself.
+
+    @property
+    def copied(self) -> bool:
+        """Whether `storage` is a copy, since the memory is that of a GPU."""
+        return bool(self.device.is_cuda)
 
     def fetch(self, blocks: Array | None = None) -> None:
         """Bring what these blocks (default: all) hold now into `storage`."""
-        if self.device.is_cuda and not self.frozen:
-            if blocks is None:
-                self.storage[:] = self.device.cpu().numpy()
-            for start, end in self._spans(blocks):
-                self.storage[start:end] = self.device[start:end].cpu().numpy()
+        if not self.copied or self.frozen:
+            return
+        if blocks is None:
+            self.storage[:] = self.device.cpu().numpy()
+        elif spans := self._spans(blocks):
+            import torch
+
+            at, found = 0, torch.cat([self.device[start:end] for start, end in spans]).cpu().numpy()
+            for start, end in spans:
+                self.storage[start:end] = found[at : (at := at + end - start)]
 
     def flush(self, blocks: Array) -> None:
         """Copy what was written to `storage` to the device: whole blocks.
 
         No transfer may be writing into these blocks.
         """
-        if self.device.is_cuda:
+        if self.copied and (spans := self._spans(blocks)):
             import torch
 
-            for start, end in self._spans(blocks):
-                self.device[start:end].copy_(torch.from_numpy(self.storage[start:end]))
+            new = torch.from_numpy(np.concatenate([self.storage[start:end] for start, end in spans]))
+            parts = new.to(self.device.device).split([end - start for start, end in spans])
+            for part, (start, end) in zip(parts, spans, strict=True):
+                self.device[start:end].copy_(part)
+            self.device[:1].cpu()  # waits until all have been copied
 
     @contextlib.contextmanager
     def held_before(self, storage: Array) -> Iterator[None]:

@@ -23,7 +23,8 @@ LOOK_AGAIN_S = 0.1  # between two looks whether an engine's start goes on
 
 NAME_BYTES, COUNT_BYTES = 64, 8  # of a running hook
 # Hooks of an engine's start, by the beginnings of their names.
-STARTS = ("__init__", "register_kv_caches", "set_xfer_handshake_metadata")
+STARTS = ("__init__", "register_kv_caches", "set_xfer_handshake_metadata", "init_device")
+DEVICE = "init_device"  # of vLLM's worker: no hook, but it starts CUDA, for which processes wait in turn
 QUIET, BUSY, UNSTARTED = "quiet", "busy", "unstarted"  # how a process is late
 
 

@@ -37,7 +37,7 @@ from pytest_kvconform.result import (
 from pytest_kvconform.rigs.missing import waits_for_server
 from pytest_kvconform.rigs.processes import linux
 from pytest_kvconform.rigs.processes.cores import Deadline
-from pytest_kvconform.rigs.processes.hangs import BUSY, QUIET, UNSTARTED, RunningHook
+from pytest_kvconform.rigs.processes.hangs import BUSY, DEVICE, QUIET, UNSTARTED, RunningHook
 from pytest_kvconform.rigs.processes.logs import last_lines
 from pytest_kvconform.rigs.processes.stacks import last_stacks, most_telling_stack
 from pytest_kvconform.rigs.processes.zygote import GONE_S, has_ended
@@ -246,6 +246,8 @@ class Host:
             hooks = "the case still calls hooks of the connector: try --kv-timeout-scale"
             return end_of(Blocked(f"after {waited_s:g} s {hooks}")), late
         how = _death(status) if not late else f"did not end within {waited_s:g} s"
+        if self._hook.name() == DEVICE:
+            return end_of(Blocked(f"vLLM's worker {how}, in {DEVICE}: try fewer workers with -n")), late
         return end_of(Violation(self._died(how, log_from))), late
 
     def _reap(self) -> None:
@@ -277,8 +279,7 @@ class Host:
         return pid, ours
 
     def _died(self, how: str, log_from: int) -> Finding:
-        hook = self._hook.name()
-        text = _log_text(log_from)
+        hook, text = self._hook.name(), _log_text(log_from)
         ours = f"{os.sep}pytest_kvconform{os.sep}"
         # of the thread that died or hangs: the threads of a connector only wait meanwhile
         frame = next(((file, line) for file, line, _ in last_stacks(text) if ours not in file), None)

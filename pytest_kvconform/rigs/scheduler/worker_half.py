@@ -28,6 +28,7 @@ from pytest_kvconform.result import Blocked
 from pytest_kvconform.rigs.bytes.messages import PACKED, ByteEngineSpec
 from pytest_kvconform.rigs.hook_calls import LastCalls
 from pytest_kvconform.rigs.processes.cores import own_core_wait
+from pytest_kvconform.rigs.processes.hangs import DEVICE
 from pytest_kvconform.rigs.processes.linux import listening_sockets
 from pytest_kvconform.rigs.scheduler.recorder import Recorder
 from pytest_kvconform.rigs.scheduler.rig import Side
@@ -110,7 +111,9 @@ class WorkerHalf:
         meeting = Path(tempfile.gettempdir()) / f"meeting-{os.getpid()}"
         self._worker = byte_worker.ByteWorker(self.config, 0, 0, f"file://{meeting}", is_driver_worker=True)
         with set_current_vllm_config(self.config):  # as vLLM's WorkerWrapperBase does
+            rig.host.note_running_hook(DEVICE)
             self._worker.init_device()
+            rig.host.note_running_hook("")
             if few:
                 self._worker.geometry = few_layers(rig.geometry)
             self._worker.load_model()
