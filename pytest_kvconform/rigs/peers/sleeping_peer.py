@@ -75,7 +75,7 @@ def shutdown_during_load(engines: ScenarioEngines, p: SteppedEngine, d: SteppedE
     """P's process is stopped during a load of D, and D shuts down. Then P goes on.
 
     `numbers`: whether the load was under way, and if not, whether D's request had ended. If it was: whether
-    the shutdown has returned, and how many bytes of D's pool have changed since.
+    the shutdown has returned, and how many bytes of D's pool have changed since, before P went on and in all.
     """
     decodes = {"met": (yield from engines.decode(d, (yield from engines.prefill(p))))}
     if loaded_within_step(decodes["met"].trace):
@@ -102,6 +102,9 @@ def shutdown_during_load(engines: ScenarioEngines, p: SteppedEngine, d: SteppedE
     d.handle.deadline_s = max(d.handle.deadline_s, 2 * limit)
     ending = d.queue("shutdown_during_loads")
     numbers |= {"returned": (yield from until(lambda: ending.done, d.deadline(limit))), "written": 0.0}
+    if numbers["returned"]:
+        yield from pause(bench.scaled_seconds(LATE_S))
+        numbers["early"] = float((yield from d.call("written_since_shutdown")))
     p.resume()
     if numbers["returned"]:
         yield from _let_run(bench.scaled_seconds(LATE_S), p, d)

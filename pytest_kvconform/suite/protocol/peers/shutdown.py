@@ -38,7 +38,8 @@ def nothing_is_written_after_shutdown(bench: Bench, variant: None) -> Evidence:
     if numbers["written"]:
         raise violation(
             RULE,
-            f"{when}: {numbers['written']:.0f} bytes of D's KV cache changed after shutdown() had returned",
+            f"{when}: {numbers['written']:.0f} bytes of D's KV cache changed after shutdown() had returned, "
+            f"{numbers['early']:.0f} of them before P went on",
             observed,
             diagnosis="shutdown() leaves a transfer or a thread that goes on writing, and vLLM releases this "
             "memory next",
