@@ -98,6 +98,15 @@ def test_a_store_whose_scheduler_half_asks_a_worker_has_one(
     assert "PASS" in found.outcomes.values()
 
 
+def test_a_store_that_saves_later_keeps_blocks_until_it_has(
+    scheduler_runner: CaseRunner, tmp_path: Path
+) -> None:
+    modules = ("protocol/matched_tokens", "protocol/connector_metadata", "protocol/hooks", "protocol/steps")
+    found = run(scheduler_runner, "WritesBehind", modules, tmp_path)
+    assert set(found.outcomes.values()) == {"PASS", "NOT-APPLICABLE"}, found.findings
+    assert found.outcomes["zero_tokens_is_never_async[b+1]"] == "PASS"
+
+
 def test_without_a_worker_such_a_store_waits_in_vain(scheduler_runner: CaseRunner, tmp_path: Path) -> None:
     modules = ("protocol/request_finished",)
     found = run(scheduler_runner, "AsksRankZero", modules, tmp_path, asks_worker=False)

@@ -183,11 +183,8 @@ class Side(SideState):
         """
         first, counted, overdue = len(self.steps), 0, False
         while counted <= limit and not overdue:
-            if (
-                until()
-                if until is not None
-                else not self.unfinished_requests() and not (sent and self.delayed_free_requests())
-            ):
+            ended = not self.unfinished_requests() and not (sent and self.delayed_free_requests())
+            if until() if until is not None else ended:
                 return len(self.steps) - first
             begun = [id for id in self.unfinished_requests() if self.waits_for_remote_kv(id)]
             loading = [id for id in begun if self.load_is_ordered(id)]
@@ -257,12 +254,14 @@ class Side(SideState):
         self.return_taken_blocks()
 
     def warm_prefix_cache(self, prompt: Iterable[int], tokens: int) -> None:
-        """Compute the first `tokens` tokens of a prompt, so that the prefix cache of this side has them.
+        """Let a request without params compute the first `tokens` tokens of a prompt, for the prefix cache.
 
-        A request without kv_transfer_params does it. A later request hits whole blocks that every KV cache
-        group has.
+        A later request hits whole blocks that every KV cache group has.
         """
         id = self.add(list(prompt)[:tokens], id=f"warm-{self.name}-{len(self.prompts):04d}")
+        self.run(lambda: id in self.results)
+        if self.worker is None and id in self.delayed_free_requests():  # a store that has yet to save it
+            self.step(sent=[id])
         self.run(lambda: self.status(id) == "gone")
 
     def set_token_budget(self, tokens: int) -> None:

@@ -31,7 +31,8 @@ def step_loop_hooks_return_at_once(rig: Rig, half: str) -> Evidence:
         side = rig.side("P")
     for seed in range(REQUESTS):
         side.add(rig.prompt(side.block_size + 3, seed=seed), max_tokens=2)
-        side.run(lambda: not side.unfinished_requests() and not side.delayed_free_requests())
+        side.run(sent=half == "scheduler")
+        side.run(lambda: not side.delayed_free_requests())
     if half == "scheduler":
         for call in side.calls:
             durations[call.hook].append(call.seconds)
