@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -163,6 +165,16 @@ def test_wrong_kv_of_a_draft_model_changes_what_is_accepted(
     assert "0 of 48 generated tokens are accepted drafts, and 64 of 96 of D alone" in (
         run.findings[ACCEPTED].happened
     )
+
+
+@pytest.mark.parametrize(("connector", "outcome"), [("WholeBlocks", "PASS"), ("KeysOfBlocksAlone", "FAIL")])
+def test_the_draft_of_a_store_depends_on_the_token_after_a_block(
+    case_runner: CaseRunner, tmp_path: Path, connector: str, outcome: str
+) -> None:
+    config = json.dumps({"kv_connector_extra_config": {"shared_storage_path": str(tmp_path)}})
+    run = case_runner.run(connector, DRAFTS, profile="store", declared={"handover": "none"}, config=config)
+    assert run.outcomes[ACCEPTED] == outcome, run.findings
+    assert run.failed <= {ACCEPTED}
 
 
 def test_wrong_blocks_in_every_request_lose_right_answers(

@@ -140,6 +140,16 @@ class KeepsNothing(WholeBlocks):
         return 0
 
 
+class KeysOfBlocksAlone(WholeBlocks):
+    """Keys are vLLM's block hashes, with a draft, too: of two prompts that part at the end of a block, the
+    second loads what the draft computed with the next token of the first.
+    """
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any):
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.drafts = False
+
+
 class Corrupts(Right):
     """One block of every layer is zero after one load in `EVERY`."""
 

@@ -48,6 +48,8 @@ class WholeBlocks(KVConnectorBase_V1):
         model, cache = vllm_config.model_config, vllm_config.cache_config
         parallel = vllm_config.parallel_config
         self.size, self.ranks, self.rank = cache.block_size, parallel.tensor_parallel_size, parallel.rank
+        speculative = vllm_config.speculative_config
+        self.drafts = speculative is not None and speculative.use_eagle()
         folder = self._kv_transfer_config.get_from_extra_config("shared_storage_path", "")
         self.folder = Path(folder or tempfile.gettempdir()) / "blocks"
         shape = (model.model, str(model.dtype), cache.cache_dtype, self.size, self.ranks)
@@ -63,8 +65,16 @@ class WholeBlocks(KVConnectorBase_V1):
     # ---- scheduler half ------------------------------------------------------------------------------------
 
     def keys(self, request: Any) -> list[str]:
-        """The keys of the whole blocks of a request."""
-        return [f"{self.prefix}-{key.hex()}" for key in request.block_hashes]
+        """The keys of the whole blocks of a request.
+
+        With an Eagle draft a key has the token after the block, too: the draft's row of a token depends on
+        the next one. vLLM's block hash does not cover it, and a block before an unknown token has no key.
+        """
+        keys, tokens = [f"{self.prefix}-{key.hex()}" for key in request.block_hashes], request.all_token_ids
+        if not self.drafts:
+            return keys
+        ends = range(self.size, len(tokens), self.size)
+        return [f"{key}-{tokens[end]}" for key, end in zip(keys, ends, strict=False)]
 
     def has(self, key: str) -> bool:
         return all(self.file(key, rank).exists() for rank in range(self.ranks))
