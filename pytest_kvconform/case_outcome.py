@@ -66,8 +66,11 @@ def run_case(body: Callable[[], object], name: str) -> CaseEnd:
 def end_of(error: BaseException) -> CaseEnd:
     """The end of a case that raised this."""
     if isinstance(error, Violation):
-        refused = bool(error.finding.declined)
-        return CaseEnd(outcome=Outcome.FAIL, finding=_plain(error.finding), refused=refused)
+        try:
+            finding = _plain(error.finding)
+        except msgspec.ValidationError as wrong:
+            return end_of(HarnessError(f"the finding of {error.finding.rule} cannot be reported: {wrong}"))
+        return CaseEnd(outcome=Outcome.FAIL, finding=finding, refused=bool(finding.declined))
     if isinstance(error, Blocked):
         reason = str(error) or "no reason was given"
         return CaseEnd(outcome=Outcome.BLOCKED, reason=reason, refused=error.refused)
@@ -104,7 +107,9 @@ def _builtin(value: Any) -> float | int | str:
     for kind in (str, float, int):
         if isinstance(value, kind):  # of a class of its own
             return kind(value)
-    return value.item() if isinstance(value, np.number) else str(value)
+    if isinstance(value, np.floating):
+        return float(value)
+    return int(value) if isinstance(value, np.integer | np.bool_) else str(value)
 
 
 def _sentence(error: BaseException) -> str:

@@ -63,7 +63,7 @@ class SubjectFacts(msgspec.Struct, frozen=True, kw_only=True):
 class Deadlines:
     """Seconds. Every wait of a bench has one of these."""
 
-    request: float  # a hand-over, from the first step on P to the last token of D
+    request: float  # a hand-over, from the first step on P to the last token of D; of bytes, P and D each
     release: float  # from the last token to the return of every block; far below any lease
     call: float  # one call of an engine
     start: float  # until an engine is up

@@ -20,8 +20,8 @@ SCRIPT = ROOT / "ci" / "right_connectors.py"
 HERE = ROOT / "tests" / "right_connectors"
 # Classes that no run needs: bases, the wrong connectors beside the right ones, and those that know one rank
 # or one kind of layers, of which scripted workers cannot report all, or that load too little beside a fault,
-# or for an answer to show something. tests/faults, tests/peers, tests/engine, test_reuse.py and
-# test_answers.py run the cases that they are for.
+# or for an answer to show something, or are wrong inside MultiConnector. tests/faults, tests/peers,
+# tests/engine, test_reuse.py, test_answers.py and test_bookkeeping.py run the cases that they are for.
 BASES = {"Right", "StopsElsewhere", "LessOfSome", "OtherHalf"}
 WRONG = {
     "MovesNothing",
@@ -34,7 +34,7 @@ WRONG = {
     "FindsNothing",
     "KeepsWhatTheLastStepLacks",
 }
-OTHERS = {"TcpPull", "SavesBeforeReuse", "HoldsBlocks", "SavesInBackground"} | BASES | WRONG
+OTHERS = {"TcpPull", "SavesBeforeReuse", "HoldsBlocks", "NoEvents", "SavesInBackground"} | BASES | WRONG
 
 
 @pytest.fixture(scope="module")

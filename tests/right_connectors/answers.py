@@ -284,3 +284,10 @@ class ServesOnce(OtherHalf):
     """Gives what P has computed to one request. D computes another one with the same params."""
 
     half = OnceHalf
+
+
+class NoEvents(ReferenceConnector):
+    """Answers with None where vLLM's scheduler tests the truth of events. MultiConnector iterates."""
+
+    def take_events(self) -> Any:
+        return None

@@ -246,7 +246,7 @@ class TruthValues(ReferenceConnector):
         return None
 
     def take_events(self) -> Any:
-        return ()  # MultiConnector iterates over it
+        return ()
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> Any:
         return None

@@ -54,6 +54,7 @@ PROTOCOL = {
         "keeps_only_its_own_blocks",
         "loads_the_same_as_alone",
     ),
+    "tests.right_connectors.answers:NoEvents": ("events_are_taken_once",),
     "OwnKeys": (
         "params_survive_json",
         "requests_without_own_params_are_ignored",
@@ -89,6 +90,7 @@ INTERFACE = {
         "external_cache_hit_sources_add_up",
         "engine_starts_in_vllm_call_order",
     ),
+    "tests.right_connectors.answers:NoEvents": ("optional_hooks_return_their_types",),
     "OfOneHalf": (
         "base_class_gets_constructor_arguments",
         "capability_properties_have_truth_values",

@@ -10,6 +10,7 @@ import time
 
 from pytest_kvconform.case import case
 from pytest_kvconform.result import Evidence, HarnessError, NotApplicable
+from pytest_kvconform.rigs.processes.hangs import DEVICE
 from pytest_kvconform.rigs.scheduler.leaks import remembered
 from pytest_kvconform.rigs.scheduler.rig import Rig, WorkerReport
 
@@ -68,6 +69,14 @@ def starts_in(rig: Rig, seconds: float) -> Evidence:
         rig.host.note_running_hook(hook)
         time.sleep(seconds)
         rig.host.note_running_hook("")
+    return DONE
+
+
+@case(RULE, rig="scheduler")
+def waits_for_its_device(rig: Rig, variant: None) -> Evidence:
+    """As a process waits for a GPU that many others use."""
+    rig.host.note_running_hook(DEVICE)
+    time.sleep(1000)
     return DONE
 
 

@@ -157,6 +157,7 @@ def _run(
     stuck = _until_finished(p, d, [request.id for request in sources], ends, deadline)
     if stuck:
         return replace(observed, stuck=stuck)
+    deadline = Deadline(seconds, watched)  # what P took is not D's
     source = p.source()
     if store:
         until_saved(p, d, limits.release)
@@ -177,7 +178,6 @@ def _run(
         ends |= {output.id: output for output in outputs if output.finish}
         if targets[0].id not in ends:  # a load that was refused ends its request before a token
             d.preempt(targets[0].id)
-    deadline = Deadline(seconds, watched)  # what P took is not D's
     stuck = _until_finished(d, p, [request.id for request in targets], ends, deadline)
     p.budget(0)
     p.reuse(False)

@@ -246,8 +246,8 @@ class Host:
             hooks = "the case still calls hooks of the connector: try --kv-timeout-scale"
             return end_of(Blocked(f"after {waited_s:g} s {hooks}")), late
         how = _death(status) if not late else f"did not end within {waited_s:g} s"
-        if self._hook.name() == DEVICE:
-            return end_of(Blocked(f"vLLM's worker {how}, in {DEVICE}: try fewer workers with -n")), late
+        if late and self._hook.name() == DEVICE:
+            return end_of(Blocked(f"vLLM's worker {how}, in {DEVICE}: try fewer workers with -n")), BUSY
         return end_of(Violation(self._died(how, log_from))), late
 
     def _reap(self) -> None:

@@ -260,7 +260,8 @@ class Side(SideState):
         """
         id = self.add(list(prompt)[:tokens], id=f"warm-{self.name}-{len(self.prompts):04d}")
         self.run(lambda: id in self.results)
-        if self.worker is None and id in self.delayed_free_requests():  # a store that has yet to save it
+        saves = self.rig.subject.is_store and self.worker is None and id in self.delayed_free_requests()
+        if saves:
             self.step(sent=[id])
         self.run(lambda: self.status(id) == "gone")
 

@@ -97,7 +97,8 @@ def engine_starts_in_vllm_call_order(rig: Rig, role: str) -> Evidence:
                 raise rig.violation(
                     "", f"in a step without any request the worker half reports {name} = {found}"
                 )
-    return Evidence(looked_at=2, unit="steps", notes={"reports that make one": count or "one a rank"})
+    due = int(operator.index(count)) if count else "one a rank"
+    return Evidence(looked_at=2, unit="steps", notes={"reports that make one": due})
 
 
 def _is_count(value: Any) -> bool:
