@@ -175,6 +175,13 @@ def remove_stale_run_dirs() -> None:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
+def over_tcp(device: str) -> dict[str, str]:
+    """The environment in which NIXL reads with the help of the peer, so that a peer that stands still holds
+    reads up. Over shared memory NIXL copies what a stopped process has. `device`: "cpu" or "cuda".
+    """
+    return {"UCX_TLS": "tcp,self,cuda_copy" if device == "cuda" else "tcp,self"}
+
+
 def environment(run_dir: Path, declared: Mapping[str, str] = {}) -> dict[str, str]:
     """The environment of every engine.
 

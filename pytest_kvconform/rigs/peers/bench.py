@@ -13,6 +13,7 @@ from pytest_kvconform.rigs.bytes.messages import ByteEngineSpec
 from pytest_kvconform.rigs.bytes.specs import byte_engine_spec
 from pytest_kvconform.rigs.context import RunContext
 from pytest_kvconform.rigs.engine.handle import hook_calls
+from pytest_kvconform.rigs.launch import over_tcp
 from pytest_kvconform.rigs.peers.rank_scenarios import UNREAD
 from pytest_kvconform.rigs.peers.scenario_engines import (
     AT_ONCE,
@@ -167,18 +168,15 @@ class PeerBench:
     def spec(self, name: str, cell: Cell) -> ByteEngineSpec:
         """How the engine of this name is built: "D-rope" as D, with another rotary embedding.
 
-        NIXL of the engines `OVER_TCP` reads with P's help, so that a P that is stopped holds reads up. Over
-        shared memory NIXL copies what a stopped process has. Loads of the `LIMITED` may take `LOAD_S`.
+        NIXL of the engines `OVER_TCP` reads with P's help. Loads of the `LIMITED` may take `LOAD_S`.
         """
-        longest, over_tcp = AT_ONCE * prompt_length(self.context), name in OVER_TCP
+        longest = AT_ONCE * prompt_length(self.context)
         load_s = self.scaled_seconds(LOAD_S) if name in LIMITED else 0.0
         lease_s = self._asked_lease_s
         spec = byte_engine_spec(self.context, cell, name[0], longest, lease_s=lease_s, load_s=load_s)
         spec = _another(spec, name.partition("-")[2])
-        if not over_tcp:
-            return spec
-        transports = "tcp,self,cuda_copy" if self.context.facts.device == "cuda" else "tcp,self"
-        return msgspec.structs.replace(spec, environment=spec.environment | {"UCX_TLS": transports})
+        more = over_tcp(self.context.facts.device) if name in OVER_TCP else {}
+        return msgspec.structs.replace(spec, environment=spec.environment | more)
 
     @property
     def _asked_lease_s(self) -> float:

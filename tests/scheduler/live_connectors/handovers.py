@@ -120,6 +120,15 @@ class KeepsHandles(ReferenceConnector):
         return results
 
 
+class KeepsAbortedReads(ReferenceConnector):
+    """Wrong: its worker half keeps an entry for each load whose request ends before the load does."""
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        aborted = [id for id in finished_req_ids if id in self._worker._loads]
+        self.__dict__.setdefault("aborted", []).extend(aborted)
+        return super().get_transfer_results(finished_req_ids)
+
+
 class LeaksLoads(ReferenceConnector):
     """Wrong: keeps an entry for each request that is aborted while it loads."""
 

@@ -66,7 +66,7 @@ class LiveEngine:
         self.wrong: list[str] = []
         self.compared = self._added = 0
         self._hoard: list[Any] = []
-        self.beside: list[Callable[[], contextlib.AbstractContextManager[None]]] = []
+        self.beside: list[Callable[[float], contextlib.AbstractContextManager[None]]] = []
         self.side.worker = self._work
         self._watch_loads()
 
@@ -93,12 +93,12 @@ class LiveEngine:
         self.owners[id], self.computed_by[id] = owner % OWNERS, loads_from
         return self.side.add(prompt, params, id=id, **more)
 
-    def step(self, times: int = 1) -> None:
-        """Take steps of the engine, and let other engines step meanwhile."""
+    def step(self, times: int = 1, alone_s: float = 0.0) -> None:
+        """Take steps of the engine. Other engines step meanwhile, but for the first seconds of each."""
         for _ in range(times):
             with contextlib.ExitStack() as stack:
                 for stepping in self.beside:
-                    stack.enter_context(stepping())
+                    stack.enter_context(stepping(alone_s))
                 self.side.step()
 
     def ended(self, ids: Iterable[str]) -> bool:

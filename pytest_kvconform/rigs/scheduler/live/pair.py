@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -71,10 +72,19 @@ class RemoteEngine:
         return self._answer("add")
 
     @contextlib.contextmanager
-    def stepping(self) -> Iterator[None]:
-        """Let the engine step for as long as the block lasts."""
-        self._send(STEPPING, (), {})
-        yield
+    def stepping(self, after_s: float = 0.0) -> Iterator[None]:
+        """Let the engine step for as long as the block lasts, but for its first seconds."""
+        if after_s:
+            timer = threading.Timer(after_s, self._send, (STEPPING, (), {}))
+            timer.start()
+            try:
+                yield
+            finally:
+                timer.cancel()
+                timer.join()
+        else:
+            self._send(STEPPING, (), {})
+            yield
         self.name()  # the call ends it, and raises what the engine has raised
 
     def end(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from typing import Any
 
 from pytest_kvconform.case import case
@@ -25,6 +26,7 @@ ROUND = 32  # requests of a round: one half is aborted while it loads, and somet
 ROUNDS = 3  # before the memory is measured, and between
 MORE = 8  # rounds of AT_ONCE, if something has grown: a memory of some hundred requests is right
 P_BLOCKS = 1600  # of P, which may keep those of every load that was aborted until a lease ends
+ALONE_S = 0.1  # in which P does not step beside a step of D; a connector may load within the step
 LATER_S = 86_400.0  # a connector may forget requests after some time
 
 
@@ -56,12 +58,17 @@ def many_loads_in_flight_arrive(rig: Rig, variant: None) -> Evidence:
 def memory_of_both_halves_is_bounded(rig: Rig, variant: None) -> Evidence:
     """Over hundreds of requests no container of either half grows with their number.
 
-    The same prompts come again and again: what a store keeps of them does not grow either.
+    The same prompts come again and again: what a store keeps of them does not grow either. P stands still
+    while D's requests are aborted, and NIXL reads with its help.
     """
+    from vllm.platforms import current_platform
+
+    from pytest_kvconform.rigs.launch import over_tcp
     from pytest_kvconform.rigs.scheduler.live.config import LiveSpec
     from pytest_kvconform.rigs.scheduler.live.pair import live_engines
     from pytest_kvconform.rigs.scheduler.live.sizes import SHARE, growth
 
+    os.environ |= over_tcp(current_platform.device_type)  # the process is that of this case
     with live_engines(rig, LiveSpec("P", blocks=P_BLOCKS)) as live:
 
         def grown() -> list[tuple[str, str]]:
@@ -108,6 +115,7 @@ def _round(live: Any, prompts: Prompts) -> None:
     aborted = len(ids) // 2 if len(ids) >= ROUND else 0
     live.aborted |= set(list(prefills.values())[:aborted])
     with abort_once_admitted(live, ids[:aborted]):
+        live.d.step(2 if aborted else 0, alone_s=ALONE_S)  # its workers hear of an abort while they load
         live.settle(lambda: live.d.ended(ids) and not live.d.kept(), "requests of D")
     live.settle(lambda: live.p.kept() <= live.aborted, "releases")
     live.check()
