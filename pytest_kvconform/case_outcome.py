@@ -68,8 +68,9 @@ def end_of(error: BaseException) -> CaseEnd:
     if isinstance(error, Violation):
         try:
             finding = _plain(error.finding)
-        except msgspec.ValidationError as wrong:
-            return end_of(HarnessError(f"the finding of {error.finding.rule} cannot be reported: {wrong}"))
+        except Exception as wrong:
+            ours = HarnessError(f"a finding of {error.finding.rule} is no text: {wrong}")
+            return end_of(ours.with_traceback(error.__traceback__))
         return CaseEnd(outcome=Outcome.FAIL, finding=finding, refused=bool(finding.declined))
     if isinstance(error, Blocked):
         reason = str(error) or "no reason was given"

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
+
+from pytest_kvconform.case_outcome import run_case
+from pytest_kvconform.result import Evidence, Finding, Outcome, Violation
 
 EVERYTHING = 13  # cases of fakekv in the quick matrix
 
@@ -186,3 +190,20 @@ def test_a_failing_test_of_the_users_is_not_hidden(kv, pytester):
     pytester.makepyfile("def test_mine(): assert False")
     run = kv("kv::engine", ".")
     assert (run.code, run.word) == (1, "CONFORMS")
+
+
+def test_each_number_of_numpy_becomes_one_of_python():
+    notes = {"truth": np.bool_(True), "long": np.longdouble(0.5), "word": np.str_("w"), "byte": np.uint8(9)}
+    end = run_case(lambda: Evidence(looked_at=1, unit="bytes", notes=notes), "case")
+    assert end.evidence is not None
+    assert end.evidence.notes == {"truth": 1, "long": 0.5, "word": "w", "byte": 9}
+
+
+def test_a_finding_that_cannot_be_reported_is_no_violation():
+    def body():
+        raise Violation(Finding(rule="KV-BYTES-001", happened=None))
+
+    end = run_case(body, "case")
+    assert end.outcome is Outcome.HARNESS
+    assert end.reason.startswith("a finding of KV-BYTES-001 is no text: Expected `str`, got `null`")
+    assert "in body" in end.defect

@@ -162,7 +162,7 @@ def test_a_start_that_has_hung_is_not_waited_for_as_long_again(run: Run) -> None
         assert end.finding is not None and f"did not end within {seconds} s" in end.finding.happened
 
 
-def test_waiting_for_a_device_says_nothing_of_other_cases(run: Run) -> None:
+def test_waiting_for_a_device_neither_ends_the_run_nor_shortens_later_starts(run: Run) -> None:
     scale = 0.106  # a bench of its own
     says = "vLLM's worker did not end within 9.54 s, in init_device: try fewer workers with -n"
     first = run("waits_for_its_device", scale=scale)

@@ -157,15 +157,15 @@ def _run(
     stuck = _until_finished(p, d, [request.id for request in sources], ends, deadline)
     if stuck:
         return replace(observed, stuck=stuck)
-    deadline = Deadline(seconds, watched)  # what P took is not D's
-    source = p.source()
+    source, saving = p.source(), Deadline(seconds, watched)
     if store:
         until_saved(p, d, limits.release)
-    while reuse and not at_once and not p.overwritten() and not deadline.over():
+    while reuse and not at_once and not p.overwritten() and not saving.over():
         p.step()
     before: tuple[Check, ...] = ()
     if alone:
         source, before = _forget(p, source, limits)
+    deadline = Deadline(seconds, watched)  # what P took is not D's
     if not at_once:
         _warm(transfer, make, p, d, deadline)  # only now, so that P finds nothing that D has saved
         targets = [make(i, "d", ends[request.id]) for i, request in enumerate(sources)]

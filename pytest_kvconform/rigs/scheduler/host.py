@@ -279,7 +279,7 @@ class Host:
         return pid, ours
 
     def _died(self, how: str, log_from: int) -> Finding:
-        hook, text = self._hook.name(), _log_text(log_from)
+        hook, text = self._hook.name().removeprefix(DEVICE), _log_text(log_from)
         ours = f"{os.sep}pytest_kvconform{os.sep}"
         # of the thread that died or hangs: the threads of a connector only wait meanwhile
         frame = next(((file, line) for file, line, _ in last_stacks(text) if ours not in file), None)

@@ -260,8 +260,9 @@ class Side(SideState):
         """
         id = self.add(list(prompt)[:tokens], id=f"warm-{self.name}-{len(self.prompts):04d}")
         self.run(lambda: id in self.results)
-        saves = self.rig.subject.is_store and self.worker is None and id in self.delayed_free_requests()
-        if saves:
+        subject = self.rig.subject
+        stores = subject.is_store or any(child.is_store for child in subject.children)
+        if stores and self.worker is None and id in self.delayed_free_requests():
             self.step(sent=[id])
         self.run(lambda: self.status(id) == "gone")
 

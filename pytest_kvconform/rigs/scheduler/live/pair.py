@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 ALONE_S = 0.02  # for which a step of P lasts before D steps, too
 ANSWER_S = 20.0  # that one call of an engine may take; times --kv-timeout-scale
 SETTLE_STEPS = 400  # of every engine without progress, in which requests must come to their end
-STEPPING = "stepping"  # in place of a method: step until something else is asked
+STEPPING = "stepping"  # in place of a method: step until something else is asked, from some seconds on
 
 
 class RemoteEngine:
@@ -74,17 +73,8 @@ class RemoteEngine:
     @contextlib.contextmanager
     def stepping(self, after_s: float = 0.0) -> Iterator[None]:
         """Let the engine step for as long as the block lasts, but for its first seconds."""
-        if after_s:
-            timer = threading.Timer(after_s, self._send, (STEPPING, (), {}))
-            timer.start()
-            try:
-                yield
-            finally:
-                timer.cancel()
-                timer.join()
-        else:
-            self._send(STEPPING, (), {})
-            yield
+        self._send(STEPPING, (after_s,), {})
+        yield
         self.name()  # the call ends it, and raises what the engine has raised
 
     def end(self) -> None:
@@ -149,8 +139,9 @@ def _serve(rig: Rig, spec: LiveSpec, config: Any, line: Connection) -> None:
                     answer: tuple[str, Any] = "returned", None
                 else:
                     name, args, kwargs = line.recv()
-                    if name == STEPPING:
-                        while not line.poll():
+                    if name == STEPPING:  # this process waits: a hook of the other may keep Python's lock
+                        over = line.poll(*args)
+                        while not (over or line.poll()):
                             engine.step()
                         continue
                     answer = "returned", getattr(engine, name)(*args, **kwargs)
