@@ -218,7 +218,7 @@ def test_numbers_that_authors_read() -> None:
         f"An engine has {context.START_S:.0f} s to start and {context.CALL_S:.0f} s to answer a call" in text
     )
     assert (
-        f"a hand-over has {context.REQUEST_S:.0f} s; "
+        f"a hand-over has {context.REQUEST_S:.0f} s (in the byte tier P and D each); "
         f"blocks must be free {context.RELEASE_S:.0f} s after the last token" in text
     )
     assert f"pools of {engine_bench.BLOCKS['P']} blocks (P) and {engine_bench.BLOCKS['D']} blocks (D)" in text
