@@ -175,15 +175,6 @@ def remove_stale_run_dirs() -> None:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def over_tcp(device: str) -> dict[str, str]:
-    """The environment in which NIXL reads with the help of the peer, so that a process that is stopped holds
-    reads up. Over shared memory NIXL copies what it has. On a CPU it is enough that the peer takes no steps:
-    NIXL has no progress thread there. `device`: "cpu" or "cuda".
-    """
-    transports = "tcp,self,cuda_copy" if device == "cuda" else "tcp,self"
-    return {"UCX_TLS": transports, "UCX_NET_DEVICES": "lo"}
-
-
 def environment(run_dir: Path, declared: Mapping[str, str] = {}) -> dict[str, str]:
     """The environment of every engine.
 

@@ -107,3 +107,12 @@ def blocks_for(geometry: Geometry, size: int, tokens: int) -> int:
         counts[kind] = counts.get(kind, 0) + 1
     rarest = min(counts.values())
     return sum(math.ceil(count / rarest) for count in counts.values()) * (math.ceil(tokens / size) + 1)
+
+
+def over_tcp(device: str) -> dict[str, str]:
+    """The environment in which NIXL reads with the help of the peer, so that a process that is stopped holds
+    reads up. Over shared memory NIXL copies what it has. On a CPU it is enough that the peer takes no steps:
+    NIXL has no progress thread there. `device`: "cpu" or "cuda".
+    """
+    transports = "tcp,self,cuda_copy" if device == "cuda" else "tcp,self"
+    return {"UCX_TLS": transports, "UCX_NET_DEVICES": "lo"}

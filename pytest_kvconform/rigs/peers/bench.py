@@ -10,10 +10,9 @@ import msgspec
 
 from pytest_kvconform.result import Blocked, Cell, HarnessError, HookCall
 from pytest_kvconform.rigs.bytes.messages import ByteEngineSpec
-from pytest_kvconform.rigs.bytes.specs import byte_engine_spec
+from pytest_kvconform.rigs.bytes.specs import byte_engine_spec, over_tcp
 from pytest_kvconform.rigs.context import RunContext
 from pytest_kvconform.rigs.engine.handle import hook_calls
-from pytest_kvconform.rigs.launch import over_tcp
 from pytest_kvconform.rigs.peers.rank_scenarios import UNREAD
 from pytest_kvconform.rigs.peers.scenario_engines import (
     AT_ONCE,

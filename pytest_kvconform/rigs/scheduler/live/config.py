@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import os
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from model_matrix.geometries import Geometry, expand_layers
+from pytest_kvconform.rigs.bytes.specs import over_tcp
 from pytest_kvconform.rigs.scheduler.worker_half import few_layers, single_rank_config
 
 if TYPE_CHECKING:
@@ -33,6 +35,17 @@ class LiveSpec:
     finalize_late: bool = False  # wait_for_save after the results, as with a drafter
     data_parallel_rank: int = 0
     data_parallel_size: int = 1
+
+
+def read_with_help() -> None:
+    """Let NIXL of the engines that this case will start read with the help of the peer, on a CPU.
+
+    Each case has a process of its own.
+    """
+    from vllm.platforms import current_platform
+
+    if current_platform.device_type == "cpu":
+        os.environ |= over_tcp("cpu")
 
 
 def live_config(rig: Rig, spec: LiveSpec) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from typing import Any
 
 from pytest_kvconform.case import case
@@ -61,15 +60,11 @@ def memory_of_both_halves_is_bounded(rig: Rig, variant: None) -> Evidence:
     The same prompts come again and again: what a store keeps of them does not grow either. P takes no step
     while D's requests are aborted, and on a CPU NIXL reads with its help.
     """
-    from vllm.platforms import current_platform
-
-    from pytest_kvconform.rigs.launch import over_tcp
-    from pytest_kvconform.rigs.scheduler.live.config import LiveSpec
+    from pytest_kvconform.rigs.scheduler.live.config import LiveSpec, read_with_help
     from pytest_kvconform.rigs.scheduler.live.pair import live_engines
     from pytest_kvconform.rigs.scheduler.live.sizes import SHARE, growth
 
-    if current_platform.device_type == "cpu":
-        os.environ |= over_tcp("cpu")  # the process is that of this case
+    read_with_help()
     with live_engines(rig, LiveSpec("P", blocks=P_BLOCKS)) as live:
 
         def grown() -> list[tuple[str, str]]:
