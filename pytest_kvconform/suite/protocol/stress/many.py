@@ -111,9 +111,8 @@ def _round(live: Any, prompts: Prompts) -> None:
     aborted = len(ids) // 2 if len(ids) >= ROUND else 0
     live.aborted |= set(list(prefills.values())[:aborted])
     with abort_once_admitted(live, ids[:aborted]):
-        live.d.step(
-            2 if aborted else 0, alone_s=live.rig.scaled_seconds(ALONE_S)
-        )  # its workers hear of an abort while they load
+        if aborted:  # D's workers hear of the aborts while they load
+            live.d.step(2, alone_s=live.rig.scaled_seconds(ALONE_S))
         live.settle(lambda: live.d.ended(ids) and not live.d.kept(), "requests of D")
     live.settle(lambda: live.p.kept() <= live.aborted, "releases")
     live.check()
