@@ -6,7 +6,7 @@ connectors.toml beside it lists them; default: each that it says how to run. The
 conform`, which sets up what the connector needs in a virtual environment. Its report stays in
 FOLDER/CONNECTOR (default: kv-connectors). A run's numbers replace the row of this connector in
 docs/connectors.json, and page.py writes the page. `--dry` prints the commands alone. Exit 1: a run had no
-report. Exit 2: a connector is not listed.
+report, or no case of it could run. Exit 2: a connector is not listed.
 """
 
 from __future__ import annotations
@@ -107,6 +107,10 @@ def main(arguments: list[str]) -> int:
         if found is None:
             without += 1
             print(f"  no report: see {out / 'output'}", flush=True)
+            continue
+        if all(set(outcomes) == {"BLOCKED"} for outcomes in found["tiers"].values()):
+            without += 1
+            print(f"  no case could run: {next(iter(found['blocked']), 'there is none')}", flush=True)
             continue
         print(f"  {found['verdict']}, {found['seconds']} s", flush=True)
         rows = json.loads(ROWS.read_bytes()) if ROWS.exists() else {}

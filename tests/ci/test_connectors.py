@@ -82,3 +82,22 @@ def test_an_unknown_connector_is_refused() -> None:
     )
     assert done.returncode == 2
     assert done.stderr.startswith("NixlConector is none of those that can be run: NixlPullConnector, ")
+
+
+@pytest.mark.parametrize(("outcome", "code"), [("PASS", 0), ("BLOCKED", 1)])
+def test_a_run_without_its_package_leaves_the_row(
+    runs: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    outcome: str,
+    code: int,
+) -> None:
+    rows, name = tmp_path / "rows.json", "MooncakeConnector"
+    rows.write_text(json.dumps({name: "kept"}))
+    monkeypatch.setattr(runs, "ROWS", rows)
+    found = {"verdict": "V", "seconds": 1, "tiers": {"bytes": {outcome: 9}}, "blocked": {"no library": 9}}
+    monkeypatch.setattr(runs, "run", lambda *_: found)
+    assert runs.main([name, "--out", str(tmp_path)]) == code
+    assert json.loads(rows.read_text())[name] == ("kept" if code else found)
+    assert ("no case could run: no library" in capsys.readouterr().out) == bool(code)
