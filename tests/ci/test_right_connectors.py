@@ -20,8 +20,9 @@ SCRIPT = ROOT / "ci" / "right_connectors.py"
 HERE = ROOT / "tests" / "right_connectors"
 # Classes that no run needs: bases, the wrong connectors beside the right ones, and those that know one rank
 # or one kind of layers, of which scripted workers cannot report all, or that load too little beside a fault,
-# or for an answer to show something, or are wrong inside MultiConnector. tests/faults, tests/peers,
-# tests/engine, test_reuse.py, test_answers.py and test_bookkeeping.py run the cases that they are for.
+# or for an answer to show something, or are wrong inside MultiConnector, or slow. tests/bytes, tests/faults,
+# tests/peers, tests/engine, test_reuse.py, test_answers.py and test_bookkeeping.py run the cases for which
+# they are there.
 BASES = {"Right", "StopsElsewhere", "LessOfSome", "OtherHalf"}
 WRONG = {
     "MovesNothing",
@@ -34,7 +35,11 @@ WRONG = {
     "FindsNothing",
     "KeepsWhatTheLastStepLacks",
 }
-OTHERS = {"TcpPull", "SavesBeforeReuse", "HoldsBlocks", "NoEvents", "SavesInBackground"} | BASES | WRONG
+OTHERS = (
+    {"TcpPull", "SavesBeforeReuse", "HoldsBlocks", "NoEvents", "SavesInBackground", "TakesItsTime"}
+    | BASES
+    | WRONG
+)
 
 
 @pytest.fixture(scope="module")

@@ -287,7 +287,23 @@ class ServesOnce(OtherHalf):
 
 
 class NoEvents(ReferenceConnector):
-    """Answers with None where vLLM's scheduler tests the truth of events. MultiConnector iterates."""
+    """take_events returns None: vLLM's scheduler tests the truth of the events. MultiConnector iterates over
+    them, so that this is wrong inside it.
+    """
 
     def take_events(self) -> Any:
         return None
+
+
+class TakesItsTime(ReferenceConnector):
+    """Takes two seconds on P and two on D: with deadlines of a tenth, a hand-over has three on each."""
+
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
+        if (request.kv_transfer_params or {}).get("do_remote_decode"):
+            time.sleep(2.0)
+        return super().request_finished_all_groups(request, block_ids)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        if (request.kv_transfer_params or {}).get("do_remote_prefill"):
+            time.sleep(2.0)
+        return super().get_num_new_matched_tokens(request, num_computed_tokens)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 ALONE_S = 0.02  # for which a step of P lasts before D steps, too
 ANSWER_S = 20.0  # that one call of an engine may take; times --kv-timeout-scale
 SETTLE_STEPS = 400  # of every engine without progress, in which requests must come to their end
-STEPPING = "stepping"  # in place of a method: step until something else is asked, from some seconds on
+STEPPING = "stepping"  # in place of a method: wait for some seconds, then step until the next message
 
 
 class RemoteEngine:
