@@ -28,6 +28,7 @@ WRONG = {
     "MovesNothing",
     "OneContextAndAThread",
     "ReplacesOnce",
+    "ThreadOfEachEngine",
     "TrackedAndAProcess",
     "LeavesAFork",
     "LongerMemory",

@@ -10,6 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.shared_memory import SharedMemory
 from typing import Any, ClassVar
 
@@ -20,6 +21,7 @@ from reference_connector import ReferenceConnector
 
 POLL_S = 0.01
 OF_TWO_ENGINES = 4  # halves
+POOL = ThreadPoolExecutor(thread_name_prefix="kv-pool")
 Ended = tuple[bool, dict[str, Any] | None]
 
 
@@ -193,6 +195,30 @@ class ReplacesOnce(ReplacesItsThread):
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any):
         self.keeps = 1 if next(self.built) <= OF_TWO_ENGINES else 99
         super().__init__(vllm_config, role, kv_cache_config)
+
+
+class PoolOfThreads(ReferenceConnector):
+    """The process has one pool of threads. The first load, or the first prompt that P keeps, begins one."""
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        metadata = self._get_connector_metadata()
+        if metadata.orders.loads or metadata.orders.leases:
+            self.begin()
+        super().start_load_kv(forward_context, **kwargs)
+
+    def begin(self) -> None:
+        POOL.submit(time.monotonic).result()
+
+
+class ThreadOfEachEngine(PoolOfThreads):
+    """Wrong: each engine begins a thread of its own then, and shutdown() does not end it."""
+
+    begun = False
+
+    def begin(self) -> None:
+        if not self.begun:
+            self.begun = True
+            threading.Thread(target=threading.Event().wait, name="poller-1", daemon=True).start()
 
 
 # ---- processes that Python's multiprocessing starts once for a process, and does not end ----

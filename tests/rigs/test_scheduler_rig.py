@@ -113,10 +113,6 @@ def test_a_mistake_of_ours_is_no_violation(run: Run, how: str, reason: str) -> N
     [
         ("exit", r"^the process of vLLM's scheduler ended with exit code 3, outside of any hook$"),
         (
-            "hang",
-            rf"^the process of vLLM's scheduler did not end within [0-9.]+ s, {HANGS}",
-        ),
-        (
             "collect",
             r" did not end within [0-9.]+ s, in garbage collection \(threading\.py:\d+\)",
         ),
@@ -131,6 +127,13 @@ def test_a_process_that_dies_or_hangs_is_explained(run: Run, how: str, says: str
     if how != "exit":  # the innermost frames, and none of the rig
         assert any("scheduler_cases.py" in line for line in end.finding.log)
         assert not any("/rigs/scheduler/" in line for line in end.finding.log)
+
+
+def test_a_hang_without_the_connector_in_its_stack_is_not_the_connector_s(run: Run) -> None:
+    end = run("fails", "hang", scale=0.1)
+    assert (end.outcome, end.finding) == (Outcome.BLOCKED, None)
+    hangs = rf"the process of vLLM's scheduler did not end within [0-9.]+ s, {HANGS}"
+    assert re.fullmatch(rf"{hangs}: its stack does not show the connector: run the case again", end.reason)
 
 
 def test_a_case_whose_hooks_are_called_does_not_hang(run: Run) -> None:
@@ -175,7 +178,7 @@ def test_cases_that_hang_end_those_of_their_module_alone(
     run: Run, benches: Callable[[str, float], Bench]
 ) -> None:
     short = 0.11  # a bench of its own
-    assert [run("fails", "hang", scale=short).outcome for _ in range(2)] == [Outcome.FAIL] * 2
+    assert [run("fails", "hang", scale=short).outcome for _ in range(2)] == [Outcome.BLOCKED] * 2
     no_other = "the first is fails: no other case of it is started"
     with pytest.raises(Blocked, match=f"^2 cases of scheduler_cases did not end in time, {no_other}$"):
         run("fails", "hang", scale=short)

@@ -9,6 +9,7 @@ from collections.abc import Collection
 
 Frame = tuple[str, int, str]  # file, line, function
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<name>\w+)')
+COLLECTS = "  Garbage-collecting\n"  # faulthandler, before the innermost frame
 _START = re.compile(r"\(most recent call (first|last)\)")  # "first": faulthandler; "last": traceback
 # faulthandler's stack of the thread that died or hangs, and the traceback of an exit that nobody catches
 _END = re.compile(
@@ -84,3 +85,8 @@ def stacks_of_ends(text: str) -> tuple[tuple[Frame, ...], ...]:
 def last_stacks(text: str) -> tuple[Frame, ...]:
     """Frames of all threads that ended or hung their process, see `stacks_of_ends`."""
     return tuple(frame for stack in stacks_of_ends(text) for frame in stack)
+
+
+def is_collecting(text: str) -> bool:
+    """Whether the thread that ended or hung its process was collecting garbage, by the process's log."""
+    return COLLECTS in text.rpartition("Current thread")[2]

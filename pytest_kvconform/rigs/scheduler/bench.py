@@ -118,7 +118,7 @@ class SchedulerBench:
             },
             ports=tuple(port + n * RANKS for n in range(2, 2 + PORTS)),
             folder=folder,
-            supports_hma=context.facts.supports_hma,
+            facts=context.facts,
             timeout_scale=context.scaled_seconds(1.0),
         )
         target = "pytest_kvconform.rigs.scheduler.host:serve"

@@ -34,12 +34,14 @@ from pytest_kvconform.result import (
     ProcessKilled,
     Violation,
 )
+from pytest_kvconform.rigs.context import SubjectFacts
+from pytest_kvconform.rigs.engine.control import shows_connector
 from pytest_kvconform.rigs.missing import waits_for_server
 from pytest_kvconform.rigs.processes import linux
 from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.processes.hangs import BUSY, DEVICE, QUIET, UNSTARTED, RunningHook
-from pytest_kvconform.rigs.processes.logs import last_lines
-from pytest_kvconform.rigs.processes.stacks import last_stacks, most_telling_stack
+from pytest_kvconform.rigs.processes.logs import STACK_S, last_lines, text_since
+from pytest_kvconform.rigs.processes.stacks import is_collecting, last_stacks, most_telling_stack
 from pytest_kvconform.rigs.processes.zygote import GONE_S, has_ended
 from pytest_kvconform.rigs.scheduler.case_process import serve_one_case
 from pytest_kvconform.rigs.scheduler.rig import BLOCKS, first_block, longer
@@ -50,8 +52,6 @@ from pytest_kvconform.subject import Subject
 
 LONGEST = 8192  # tokens of a request
 LEAVE_S, LEAVE_AGAIN_S = 5.0, 0.2  # for the shutdown of a worker half; after one that did not end
-COLLECTS = "  Garbage-collecting\n"  # faulthandler, before the innermost frame
-STACK_S = 0.5  # that a process which hangs may take to write its stack
 
 
 class HostSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,7 +65,7 @@ class HostSpec(msgspec.Struct, frozen=True, kw_only=True):
     # For VLLM_NIXL_SIDE_CHANNEL_PORT, one a side. No process listens while there is no worker half.
     ports: tuple[int, ...]
     folder: str  # under which a store may save
-    supports_hma: bool
+    facts: SubjectFacts
     timeout_scale: float  # of the waits inside a case; never less than 1
 
 
@@ -95,7 +95,7 @@ def serve(connection: Connection, spec: HostSpec) -> None:
 def _not_configured(spec: HostSpec, error: Exception) -> CaseEnd:
     """The end of every case of a cell for which vLLM builds no configuration with this connector."""
     message = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:300]}"
-    if not spec.supports_hma and "KV cache specs to one unified type" in str(error):
+    if not spec.facts.supports_hma and "KV cache specs to one unified type" in str(error):
         without = "does not inherit SupportsHMA, and without it vLLM starts no model with states"
         return end_of(NotApplicable(f"{spec.subject.connector} {without}: {message}"))
     files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
@@ -248,7 +248,11 @@ class Host:
         how = _death(status) if not late else f"did not end within {waited_s:g} s"
         if late and self._hook.name() == DEVICE:
             return end_of(Blocked(f"vLLM's worker {how}, in {DEVICE}: try fewer workers with -n")), BUSY
-        return end_of(Violation(self._died(how, log_from))), late
+        found, shown = self._died(how, log_from)
+        if late and not shown:
+            unknown = "its stack does not show the connector: run the case again"
+            return end_of(Blocked(f"{found.happened}: {unknown}")), BUSY
+        return end_of(Violation(found)), late
 
     def _reap(self) -> None:
         """Wait for the ends of earlier children.
@@ -278,23 +282,21 @@ class Host:
         theirs.close()
         return pid, ours
 
-    def _died(self, how: str, log_from: int) -> Finding:
-        hook, text = self._hook.name().removeprefix(DEVICE), _log_text(log_from)
-        ours = f"{os.sep}pytest_kvconform{os.sep}"
+    def _died(self, how: str, log_from: int) -> tuple[Finding, bool]:
+        """The finding of a process that died or hangs, and whether it was in code of the connector."""
+        hook, text = self._hook.name().removeprefix(DEVICE), text_since(log_from)
+        ours, frames = f"{os.sep}pytest_kvconform{os.sep}", last_stacks(text)
         # of the thread that died or hangs: the threads of a connector only wait meanwhile
-        frame = next(((file, line) for file, line, _ in last_stacks(text) if ours not in file), None)
+        frame = next(((file, line) for file, line, _ in frames if ours not in file), None)
         where = f" ({frame[0].rpartition('/')[2]}:{frame[1]})" if frame else ""
-        waits = COLLECTS in text.rpartition("Current thread")[2]
+        waits = is_collecting(text)
         place = "in garbage collection" if waits else f"in {hook}" if hook else "outside of any hook"
         diagnosis = f"the connector's {hook} ends or stops the engine's process" if hook else ""
         if waits:
             diagnosis = "an object waits in its __del__, such as a zmq.Context that shutdown() has not closed"
-        return Finding(
-            rule=DIES,
-            happened=f"the process of vLLM's scheduler {how}, {place}{where}",
-            diagnosis=diagnosis,
-            log=last_lines(text),
-        )
+        happened = f"the process of vLLM's scheduler {how}, {place}{where}"
+        finding = Finding(rule=DIES, happened=happened, diagnosis=diagnosis, log=last_lines(text))
+        return finding, bool(hook) or waits or shows_connector(frames, self.spec.facts)
 
 
 def configuration(
@@ -339,12 +341,5 @@ def _kill(pid: int) -> None:
 
 def _stack_lines(since: int) -> list[str]:
     """The last stack that the child wrote, innermost first: "file:line in function"."""
-    frames = most_telling_stack(_log_text(since), ("__init__",))
+    frames = most_telling_stack(text_since(since), ("__init__",))
     return [f"{file.rpartition('/')[2]}:{line} in {name}" for file, line, name in frames]
-
-
-def _log_text(since: int) -> str:
-    """What the child wrote to the log. Bytes that are no text are shown as escapes."""
-    with open("/proc/self/fd/2", "rb") as log:
-        log.seek(since)
-        return log.read()[-60000:].decode("utf-8", "backslashreplace")

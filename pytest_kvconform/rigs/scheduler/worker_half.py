@@ -29,7 +29,7 @@ from pytest_kvconform.rigs.bytes.messages import PACKED, ByteEngineSpec
 from pytest_kvconform.rigs.hook_calls import LastCalls
 from pytest_kvconform.rigs.processes.cores import own_core_wait
 from pytest_kvconform.rigs.processes.hangs import DEVICE
-from pytest_kvconform.rigs.processes.linux import listening_sockets
+from pytest_kvconform.rigs.processes.linux import listening_sockets, threads
 from pytest_kvconform.rigs.scheduler.recorder import Recorder
 from pytest_kvconform.rigs.scheduler.rig import Side
 from pytest_kvconform.rigs.vllm_setup.classes import has_hook
@@ -47,7 +47,8 @@ class WorkerHalf:
     """One rank with the worker half of a connector.
 
     Attributes: `config`: vLLM's VllmConfig; `kv_config`: the rank's KVCacheConfig; `layers`: name ->
-    stand-in; `connector`: the worker half, None until it is built.
+    stand-in; `connector`: the worker half, None until it is built; `threads`: ids of the threads that the
+    process had before.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class WorkerHalf:
         self.recorder = Recorder(rig.host.note_running_hook, LastCalls(f"{role}0", rank=0))
         self.connector: Any = None
         self.active: Any = None
+        self.threads: frozenset[str] = frozenset()
         self.config = config or single_rank_config(rig, role)
         if layout:
             self.config.cache_config.kv_cache_layout = layout
@@ -139,6 +141,7 @@ class WorkerHalf:
         from vllm.distributed.kv_transfer import get_kv_transfer_group
         from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_initialized
 
+        self.threads = frozenset(threads())
         with set_current_vllm_config(self.config):
             self.recorder.call(
                 "__init__ of the worker half", ensure_kv_transfer_initialized, self.config, self.kv_config

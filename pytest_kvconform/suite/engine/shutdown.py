@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from collections import Counter
-
 from pytest_kvconform.case import case
 from pytest_kvconform.result import Blocked, Evidence, Finding, Violation
 from pytest_kvconform.rigs.bench import Bench
@@ -12,8 +9,7 @@ from pytest_kvconform.rigs.engine.handle import EngineFailed
 from pytest_kvconform.rigs.scenario import Scenario
 from pytest_kvconform.suite.engine._observations import completed, moved
 from pytest_kvconform.suite.engine._scenarios import situations
-from pytest_kvconform.suite.interface import shutdown as interface
-from pytest_kvconform.suite.interface._cells import cell_of_once
+from pytest_kvconform.suite.engine._threads import of_engines
 
 
 @case("KV-SHUTDOWN-001", variants=lambda cell, matrix: situations(cell, matrix)[:1])
@@ -36,7 +32,7 @@ def no_threads_ports_or_processes_left(bench: Bench, scenario: Scenario) -> Evid
             raise Violation(
                 Finding(rule="KV-SHUTDOWN-001", happened=f"shutdown of {role} raised {left.error}")
             )
-        threads = left.threads and _of_engines(bench, left.threads)
+        threads = left.threads and of_engines(bench, role, left.threads)
         reported = [
             f"{len(things)} {what} ({', '.join(map(str, things[:4]))})"
             for what, things in (
@@ -56,27 +52,3 @@ def no_threads_ports_or_processes_left(bench: Bench, scenario: Scenario) -> Evid
                 )
             )
     return Evidence(looked_at=2, unit="engines", bytes_moved=moved(observed))
-
-
-def _of_engines(bench: Bench, threads: tuple[str, ...]) -> tuple[str, ...]:
-    """The names of those threads that do not stay once for the process, however many engines start in it.
-
-    A process of this tier has one engine, so the tier interface tells: it starts several in one process.
-    """
-    end = bench.scheduler.run(
-        cell_of_once(), interface.__name__, "threads_of_the_process", "KV-SHUTDOWN-001", None
-    )
-    once, left = Counter[str](), []
-    for name, number in (end.evidence.notes if end.evidence else {}).items():
-        once[_without_numbers(name)] += int(number)
-    for name in threads:
-        if once[_without_numbers(name)]:
-            once[_without_numbers(name)] -= 1
-        else:
-            left.append(name)
-    return tuple(left)
-
-
-def _without_numbers(name: str) -> str:
-    """The name of a thread without its numbers: Python counts the threads of a process."""
-    return re.sub(r"\d+", "N", name)

@@ -65,7 +65,7 @@ def hooks_accept_vllm_arguments(rig: Rig, _: None) -> Evidence:
             f"{found.__name__} does not implement {', '.join(missing)}",
             diagnosis=f"{missing[0]} is missing",
         )
-    of_objects = calls_of(SCHEDULER, WORKER, BOTH, hma=rig.host.spec.supports_hma)
+    of_objects = calls_of(SCHEDULER, WORKER, BOTH, hma=rig.host.spec.facts.supports_hma)
     for calls, of_class in ((calls_of(CLASS), True), (of_objects, False)):
         for hook, (positions, names) in calls.items():
             if not has_hook(hook):
@@ -104,7 +104,7 @@ def supports_hma_matches_hybrid_allocator(rig: Rig, _: None) -> Evidence:
 
     vLLM did not turn it off without a message.
     """
-    found, hma = connector_class(rig), rig.host.spec.supports_hma
+    found, hma = connector_class(rig), rig.host.spec.facts.supports_hma
     finishes = callable(getattr(found, "request_finished_all_groups", None))
     if finishes and not issubclass(found, class_named("SupportsHMA")):
         raise rig.violation(

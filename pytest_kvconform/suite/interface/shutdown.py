@@ -7,7 +7,7 @@ import gc
 import os
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from typing import Any, TypeVar
 
 from pytest_kvconform.case import case
@@ -23,7 +23,7 @@ from pytest_kvconform.rigs.scheduler.rig import Rig, Side
 from pytest_kvconform.rigs.scheduler.worker_half import WorkerHalf
 from pytest_kvconform.suite.interface._cells import once
 
-Left = TypeVar("Left", dict[str, Any], list[int])
+Left = TypeVar("Left", bound=Sized)
 SOON_S = 2.0  # in which a thread ends that the start of the next engine tells to end
 MOMENT_S = 4.0  # that threads and processes may take to end after shutdown(); times --kv-timeout-scale
 
@@ -99,7 +99,7 @@ def _left_by_an_engine(
     started = threads()
     _end(half, side)
     del half, side
-    left = _once_nothing(rig, lambda: _left(own, before, had))
+    left = once_nothing(rig, lambda: _left(own, before, had))
     now = _of_engines(own)
     # what ends by itself, and not as the next engine starts, is a thread of its engine that ends late
     late = before.keys() & started.keys() - now.keys()
@@ -108,7 +108,7 @@ def _left_by_an_engine(
     return left, now
 
 
-def _once_nothing(rig: Rig, look: Callable[[], Left]) -> Left:
+def once_nothing(rig: Rig, look: Callable[[], Left]) -> Left:
     """Wait until `look` finds nothing, at most MOMENT_S. Returns what it found last."""
     deadline = Deadline(rig.scaled_seconds(MOMENT_S))
     while (found := look()) and not deadline.over():
@@ -167,7 +167,7 @@ def next_engine_starts_on_same_port(rig: Rig, _: None) -> Evidence:
         half.step_without_tokens(side)
         ports.append(half.listening_ports())
         _end(half, side)
-        _once_nothing(rig, half.listening_ports)
+        once_nothing(rig, half.listening_ports)
         del half, side
         gc.collect()
         held = held or _held()
@@ -177,7 +177,7 @@ def next_engine_starts_on_same_port(rig: Rig, _: None) -> Evidence:
             f"the first engine listened on {ports[0]}, and the second one on {ports[1]}",
             diagnosis="shutdown() does not release the port",
         )
-    if more := _once_nothing(rig, lambda: dict(_held() - held)):
+    if more := once_nothing(rig, lambda: dict(_held() - held)):
         reported = ", ".join(f"{number} more {what}" for what, number in more.items())
         raise rig.violation(
             "",

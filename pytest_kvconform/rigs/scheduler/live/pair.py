@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -14,10 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_kvconform.case_outcome import CaseEnd, end_of
 from pytest_kvconform.result import Blocked, HarnessError, NotApplicable, Outcome, Violation
+from pytest_kvconform.rigs.engine.control import shows_connector
 from pytest_kvconform.rigs.engine.router import transfer_id_of
 from pytest_kvconform.rigs.processes.child import poll
 from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.processes.linux import die_with_parent
+from pytest_kvconform.rigs.processes.logs import STACK_S, text_since
+from pytest_kvconform.rigs.processes.stacks import is_collecting, last_stacks
 from pytest_kvconform.rigs.scheduler.live.config import LiveSpec, live_config
 from pytest_kvconform.rigs.scheduler.live.engine import LiveEngine
 from pytest_kvconform.rigs.scheduler.violations import NOT_ENDED
@@ -84,6 +88,14 @@ class RemoteEngine:
         os.waitpid(self.pid, 0)
         self._line.close()
 
+    def _is_in_connector(self) -> bool:
+        """Whether the process stands in code of the connector."""
+        log_from = os.lseek(2, 0, os.SEEK_END)
+        os.kill(self.pid, signal.SIGUSR1)  # it writes its stack to the log
+        time.sleep(STACK_S)
+        text = text_since(log_from)
+        return is_collecting(text) or shows_connector(last_stacks(text), self.rig.host.spec.facts)
+
     def _send(self, name: str, args: Any, kwargs: Any) -> None:
         with contextlib.suppress(OSError):  # the process has ended, as `_answer` finds
             self._line.send((name, args, kwargs))
@@ -103,9 +115,10 @@ class RemoteEngine:
 
     def _received(self, name: str, deadline: Deadline) -> Any:
         if not poll(self._line, deadline):
-            raise self.rig.violation(
-                "KV-HOOK-002", f"the engine of {self.spec.role} hangs in `{name}`, and answers no more"
-            )
+            hangs = f"the engine of {self.spec.role} hangs in `{name}`, and answers no more"
+            if not self._is_in_connector():
+                raise Blocked(f"{hangs}: its stack does not show the connector: run the case again")
+            raise self.rig.violation("KV-HOOK-002", hangs)
         try:
             word, value = self._line.recv()
         except (EOFError, OSError):
@@ -211,6 +224,13 @@ class Live:
         return total
 
 
+def step_together(engine: LiveEngine, others: Sequence[RemoteEngine]) -> None:
+    """Let the engine of this process and those of others step while a step of the other one lasts."""
+    engine.beside = [one.stepping for one in others]
+    for one in others:
+        one.peer = engine
+
+
 @contextlib.contextmanager
 def live_engines(
     rig: Rig, p: LiveSpec | None = None, d: LiveSpec | None = None, *more: LiveSpec
@@ -230,9 +250,7 @@ def live_engines(
         for spec in (first, *more):  # forked before this process has threads of a connector
             remote.append(RemoteEngine(rig, spec))
         engine = LiveEngine(rig, own, live_config(rig, own))
-        engine.beside = [one.stepping for one in remote]
-        for one in remote:
-            one.peer = engine
+        step_together(engine, remote)
         yield Live(rig, remote[0], engine, tuple(remote[1:]))
         engine.close()
         for one in remote:
