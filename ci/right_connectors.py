@@ -1,15 +1,18 @@
 """Run the whole suite on every right connector of an unusual design. Each must conform.
 
-    python ci/right_connectors.py [NAME ...] [--out FOLDER] [-- ARGUMENTS OF PYTEST]
+    python ci/right_connectors.py [NAME ...] [--out FOLDER] [--keep] [-- ARGUMENTS OF PYTEST]
 
 tests/right_connectors/right.toml lists them. A name selects a class or a module of that list. The arguments
 after `--` go to pytest: `--kv-matrix=full`, `-n 2`. One line each: exit code, seconds, the verdict. The
-reports stay in FOLDER (default: kv-right). Exit 1: one does not conform. Exit 2: a name is unknown.
+reports stay in FOLDER (default: kv-right). With `--keep` the counts of each run also replace those of the
+same matrix in docs/right_connectors.json, which docs/regenerate.py shows in docs/design.md. Exit 1: one
+does not conform. Exit 2: a name is unknown.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import subprocess
 import sys
 import time
@@ -20,6 +23,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = ROOT / "tests" / "right_connectors" / "right.toml"
 REFERENCE = ROOT / "reference_connector" / "declaration.toml"
+RUNS = ROOT / "docs" / "right_connectors.json"
 LIMIT_S = 3600.0  # for one run
 
 
@@ -56,6 +60,7 @@ def run(one: str, entry: dict[str, Any], out: Path, arguments: list[str]) -> tup
     """
     module, _, name = one.partition(".")
     out.mkdir(parents=True, exist_ok=True)
+    (out / "report.json").unlink(missing_ok=True)
     (out / "declaration.toml").write_text(declaration(entry.get("declare", "")))
     command = [
         *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"),
@@ -78,6 +83,18 @@ def run(one: str, entry: dict[str, Any], out: Path, arguments: list[str]) -> tup
     return code, time.monotonic() - begun, found[-1] if found else "no verdict"
 
 
+def keep(one: str, report: dict[str, Any]) -> None:
+    """Write what came out of a run into docs/right_connectors.json."""
+    runs = json.loads(RUNS.read_bytes())
+    runs.setdefault(one, {})[report["settings"]["matrix"]["value"]] = {
+        "verdict": report["verdict"]["word"],
+        "counts": report["verdict"]["counts"],
+        "vllm": report["environment"]["vllm"],
+        "day": report["day"],
+    }
+    RUNS.write_text(json.dumps(runs, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+
+
 def main() -> int:
     own, given = sys.argv[1:], []
     if "--" in own:
@@ -87,6 +104,7 @@ def main() -> int:
     )
     parser.add_argument("names", nargs="*", metavar="NAME")
     parser.add_argument("--out", type=Path, default=Path("kv-right"))
+    parser.add_argument("--keep", action="store_true")
     options = parser.parse_args(own)
     try:
         connectors = selected(options.names)
@@ -98,6 +116,9 @@ def main() -> int:
         code, seconds, verdict = run(one, entry, options.out.resolve() / one, given)
         codes.append(code)
         print(f"{one:32} exit {code:<3} {seconds:5.0f} s  {verdict}", flush=True)
+        report = options.out.resolve() / one / "report.json"
+        if options.keep and report.exists():
+            keep(one, json.loads(report.read_bytes()))
     print(f"{codes.count(0)} of {len(codes)} conform")
     return int(not codes or any(codes))
 

@@ -9,6 +9,7 @@ compares each part with what its function returns. The parts of RUNS start two e
 from __future__ import annotations
 
 import ast
+import json
 import re
 import sys
 import textwrap
@@ -16,6 +17,7 @@ import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 from printed_runs import FAILURES, first_run
 from registered_results import registered_results
@@ -211,6 +213,7 @@ def clauses_tables() -> str:
 def designs_table() -> str:
     """One row for each right connector of the tests, and how many wrong ones each folder of tests has."""
     listed = tomllib.loads((TESTS / "right_connectors" / "right.toml").read_text(encoding="utf-8"))
+    runs = json.loads((DOCS / "right_connectors.json").read_bytes())
     rows = []
     for module, entries in listed.items():
         tree = ast.parse((TESTS / "right_connectors" / f"{module}.py").read_text(encoding="utf-8"))
@@ -218,7 +221,12 @@ def designs_table() -> str:
             node.name: ast.get_docstring(node) or "" for node in tree.body if isinstance(node, ast.ClassDef)
         }
         rows += [
-            (f"`{module}.{name}`", re.sub(r"\s+", " ", said[name]), entry["like"])
+            (
+                f"`{module}.{name}`",
+                re.sub(r"\s+", " ", said[name]),
+                entry["like"],
+                *(_kept_run(runs.get(f"{module}.{name}", {}).get(matrix)) for matrix in ("quick", "full")),
+            )
             for name, entry in entries.items()
         ]
     wrong = {
@@ -226,8 +234,17 @@ def designs_table() -> str:
     }
     counts = ", ".join(f"`tests/{name}` {number}" for name, number in wrong.items() if number)
     sentence = f"{sum(wrong.values())} wrong connectors, each with one mistake: {counts}."
-    table = _table(("right connector", "what is unusual about it", "as in"), rows)
+    table = _table(("right connector", "what is unusual about it", "as in", "quick", "full"), rows)
     return f"{table}\n\n{textwrap.fill(sentence, 108)}"
+
+
+def _kept_run(run: dict[str, Any] | None) -> str:
+    """What came out of a run of ci/right_connectors.py."""
+    if run is None:
+        return "not run"
+    counts, conforms = run["counts"], run["verdict"] == "CONFORMS"
+    warnings = f", {counts['WARNING']} warnings" if counts.get("WARNING") else ""
+    return f"{counts.get('PASS', 0)} pass{warnings}{'' if conforms else ', ' + run['verdict']}"
 
 
 def _wrong_connectors(folder: Path) -> set[str]:

@@ -84,10 +84,10 @@ def run_program(program: Program) -> str:
             )
         except subprocess.TimeoutExpired:  # some findings are about hangs: the others go on
             return "not run"
-    if done.returncode:
-        return "not run"
     lines = iter(done.stdout.splitlines())
-    return "printed" if all(line in lines for line in program.printed) else "otherwise"  # in this order
+    if all(line in lines for line in program.printed):  # in this order
+        return "printed"  # it may still die of a signal at its end, in native code
+    return "not run" if done.returncode else "otherwise"
 
 
 def row(finding: Finding, results: dict[tuple[str, ...], Results]) -> dict[str, Any]:

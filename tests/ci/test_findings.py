@@ -143,7 +143,13 @@ def test_cells_say_what_a_run_showed(
 
 
 @pytest.mark.parametrize(
-    ("code", "word"), [("print(0); print(1)", "printed"), ("print(2)", "otherwise"), ("1 / 0", "not run")]
+    ("code", "word"),
+    [
+        ("print(0); print(1)", "printed"),
+        ("print(0); print(1, flush=True); import os; os.abort()", "printed"),
+        ("print(2)", "otherwise"),
+        ("1 / 0", "not run"),
+    ],
 )
 def test_what_a_program_prints_is_looked_for(
     runs: ModuleType, table: ModuleType, code: str, word: str

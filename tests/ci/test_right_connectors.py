@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import json
 import re
 import subprocess
 import sys
@@ -95,3 +96,25 @@ def test_an_unknown_name(script: ModuleType) -> None:
         [sys.executable, str(SCRIPT), "Treshold"], capture_output=True, text=True, timeout=60
     )
     assert (run.returncode, run.stderr.startswith("no right connector is called 'Treshold'")) == (2, True)
+
+
+def test_a_run_is_kept_for_the_page(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(script, "RUNS", tmp_path / "runs.json")
+    script.RUNS.write_text('{"amount.Threshold": {"quick": {"verdict": "VIOLATES"}, "full": {}}}')
+    report = {
+        "settings": {"matrix": {"value": "quick"}},
+        "verdict": {"word": "CONFORMS", "counts": {"PASS": 3}, "exit_code": 0},
+        "environment": {"vllm": "0.32.0", "python": "3.11.7"},
+        "day": "2026-11-26",
+    }
+    script.keep("amount.Threshold", report)
+    kept = {"verdict": "CONFORMS", "counts": {"PASS": 3}, "vllm": "0.32.0", "day": "2026-11-26"}
+    assert json.loads(script.RUNS.read_text()) == {"amount.Threshold": {"quick": kept, "full": {}}}
+
+
+def test_the_page_has_runs_of_right_connectors_alone(script: ModuleType) -> None:
+    runs = json.loads(script.RUNS.read_text())
+    assert set(runs) <= set(script.selected([]))
+    assert {one["verdict"] for matrices in runs.values() for one in matrices.values()} == {"CONFORMS"}
