@@ -9,16 +9,14 @@ compares each part with what its function returns. The parts of RUNS start two e
 from __future__ import annotations
 
 import ast
-import json
 import re
 import sys
-import textwrap
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
+from listed_designs import listed_designs
 from printed_runs import FAILURES, first_run
 from registered_results import registered_results
 
@@ -210,65 +208,6 @@ def clauses_tables() -> str:
     return "\n\n".join(["", *tables, ""])
 
 
-def designs_table() -> str:
-    """One row for each right connector of the tests, and how many wrong ones each folder of tests has."""
-    listed = tomllib.loads((TESTS / "right_connectors" / "right.toml").read_text(encoding="utf-8"))
-    runs = json.loads((DOCS / "right_connectors.json").read_bytes())
-    rows = []
-    for module, entries in listed.items():
-        tree = ast.parse((TESTS / "right_connectors" / f"{module}.py").read_text(encoding="utf-8"))
-        said = {
-            node.name: ast.get_docstring(node) or "" for node in tree.body if isinstance(node, ast.ClassDef)
-        }
-        rows += [
-            (
-                f"`{module}.{name}`",
-                re.sub(r"\s+", " ", said[name]),
-                entry["like"],
-                *(_kept_run(runs.get(f"{module}.{name}", {}).get(matrix)) for matrix in ("quick", "full")),
-            )
-            for name, entry in entries.items()
-        ]
-    wrong = {
-        folder.name: len(_wrong_connectors(folder)) for folder in sorted(TESTS.iterdir()) if folder.is_dir()
-    }
-    counts = ", ".join(f"`tests/{name}` {number}" for name, number in wrong.items() if number)
-    sentence = f"{sum(wrong.values())} wrong connectors, each with one mistake: {counts}."
-    table = _table(("right connector", "what is unusual about it", "as in", "quick", "full"), rows)
-    return f"{table}\n\n{textwrap.fill(sentence, 108)}"
-
-
-def _kept_run(run: dict[str, Any] | None) -> str:
-    """What came out of a run of ci/right_connectors.py."""
-    if run is None:
-        return "not run"
-    counts, conforms = run["counts"], run["verdict"] == "CONFORMS"
-    warnings = f", {counts['WARNING']} warnings" if counts.get("WARNING") else ""
-    return f"{counts.get('PASS', 0)} pass{warnings}{'' if conforms else ', ' + run['verdict']}"
-
-
-def _wrong_connectors(folder: Path) -> set[str]:
-    """The names of the wrong connectors that the tests of a folder run: see tests/helpers/wrong.py."""
-    found = set()
-    for file in folder.glob("test_*.py"):
-        tree = ast.parse(file.read_text(encoding="utf-8"))
-        makers = {"Wrong"}
-        for node in tree.body:
-            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-                of = re.match(r"(?:functools\.)?partial\((\w+)", ast.unparse(node.value))
-                makers |= {node.targets[0].id} if of and of[1] in makers else set()
-        found |= {
-            node.args[0].value
-            for node in ast.walk(tree)
-            if isinstance(node, ast.Call)
-            and ast.unparse(node.func) in makers
-            and len(node.args) == 2
-            and isinstance(node.args[0], ast.Constant)
-            and ast.unparse(node.args[1]) != "{}"  # what the tests compare a wrong one with
-        }
-    return found
-
-
 def hazards_table() -> str:
     """One row for each hazard of tests/reference/hazards/hazards.toml."""
     rows = []
@@ -324,7 +263,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "rules": rules_table,
     "minors": minors_table,
     "clauses": clauses_tables,
-    "designs": designs_table,
+    "designs": lambda: listed_designs(_table),
     "hazards": hazards_table,
     "settings": settings_table,
     "features": features_table,

@@ -30,6 +30,7 @@ WRONG = {
     "OneContextAndAThread",
     "ReplacesOnce",
     "ThreadOfEachEngine",
+    "ThreadEndsLate",
     "TrackedAndAProcess",
     "LeavesAFork",
     "LongerMemory",

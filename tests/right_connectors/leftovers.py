@@ -221,6 +221,27 @@ class ThreadOfEachEngine(PoolOfThreads):
             threading.Thread(target=threading.Event().wait, name="poller-1", daemon=True).start()
 
 
+class ThreadEndsLate(PoolOfThreads):
+    """Wrong: such a thread ends 15 s after shutdown()."""
+
+    over: threading.Event | None = None
+
+    def begin(self) -> None:
+        if self.over is None:
+            self.over = threading.Event()
+            threading.Thread(target=_end_late, args=(self.over,), name="poller-1", daemon=True).start()
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        if self.over is not None:
+            self.over.set()
+
+
+def _end_late(over: threading.Event) -> None:
+    over.wait()
+    time.sleep(15)
+
+
 # ---- processes that Python's multiprocessing starts once for a process, and does not end ----
 
 

@@ -105,7 +105,6 @@ INTERFACE = {
     "OneContext": ("no_threads_ports_or_processes_left", "next_engine_starts_on_same_port"),
     "ReplacesItsThread": ("no_threads_ports_or_processes_left", "next_engine_starts_on_same_port"),
     "ReplacesAtLeisure": ("no_threads_ports_or_processes_left", "next_engine_starts_on_same_port"),
-    "PoolOfThreads": ("no_threads_ports_or_processes_left", "next_engine_starts_on_same_port"),
     "Tracked": (
         "no_threads_ports_or_processes_left",
         "shutdown_twice_is_harmless",
@@ -197,6 +196,8 @@ def test_a_process_of_an_engine_is_told_from_those_of_python(
         ("OneContextAndAThread", "after shutdown P still has 2 threads (poller, poller)"),
         ("PoolOfThreads", ""),
         ("ThreadOfEachEngine", "after shutdown P still has 1 threads (poller-1)"),
+        ("ThreadEndsLate", "after shutdown P still has 1 threads (poller-1)"),
+        ("ReplacesOnce", "after shutdown P still has 1 threads (poller)"),
         ("Tracked", ""),
         ("TrackedAndAProcess", "after shutdown P still has 1 processes (one)"),
         ("ForksByAServer", ""),

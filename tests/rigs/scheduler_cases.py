@@ -206,8 +206,32 @@ def fails(rig: Rig, how: str) -> Evidence:
         left.itself = left
         del left
         gc.collect()
+    if how == "delete":
+        left = Left()
+        del left
     if how == "state":
         runs.append(1)
         raise NotApplicable(str(len(runs)))
     rig.side("P").add([1, 2], {"a": object()})
     return DONE
+
+
+@case(RULE, rig="scheduler")
+def peer_hangs(rig: Rig, method: str) -> Evidence:
+    """P, in a process of its own, hangs in a method."""
+    from pytest_kvconform.rigs.scheduler.live import engine, pair
+
+    setattr(engine.LiveEngine, method, {"start_load_kv": start_load_kv, "waits": waits}[method])
+    pair.ANSWER_S = 1.0
+    with pair.live_engines(rig) as live:
+        getattr(live.p, method)()
+    return DONE
+
+
+def start_load_kv(engine: object) -> None:
+    """It has the name of a hook."""
+    time.sleep(1000)
+
+
+def waits(engine: object) -> None:
+    time.sleep(1000)

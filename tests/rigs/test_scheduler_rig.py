@@ -12,6 +12,7 @@ import pytest
 from pytest_kvconform.case_outcome import CaseEnd
 from pytest_kvconform.result import Blocked, Cell, Outcome
 from pytest_kvconform.rigs.bench import Bench
+from pytest_kvconform.rigs.scheduler.violations import NOT_SHOWN
 from pytest_kvconform.settings import Settings
 from pytest_kvconform.subject import resolve
 from pytest_kvconform.suite.interface.shutdown import shutdown_twice_is_harmless
@@ -116,6 +117,7 @@ def test_a_mistake_of_ours_is_no_violation(run: Run, how: str, reason: str) -> N
             "collect",
             r" did not end within [0-9.]+ s, in garbage collection \(threading\.py:\d+\)",
         ),
+        ("delete", r" did not end within [0-9.]+ s, in an object's __del__ \(threading\.py:\d+\)"),
     ],
 )
 def test_a_process_that_dies_or_hangs_is_explained(run: Run, how: str, says: str) -> None:
@@ -123,17 +125,25 @@ def test_a_process_that_dies_or_hangs_is_explained(run: Run, how: str, says: str
     assert end.outcome is Outcome.FAIL and end.finding is not None and end.finding.rule == "KV-HOOK-002"
     assert re.search(says, end.finding.happened)
     left = "an object waits in its __del__, such as a zmq.Context that shutdown() has not closed"
-    assert end.finding.diagnosis == (left if how == "collect" else "")
+    assert end.finding.diagnosis == ("" if how == "exit" else left)
     if how != "exit":  # the innermost frames, and none of the rig
         assert any("scheduler_cases.py" in line for line in end.finding.log)
         assert not any("/rigs/scheduler/" in line for line in end.finding.log)
 
 
 def test_a_hang_without_the_connector_in_its_stack_is_not_the_connector_s(run: Run) -> None:
-    end = run("fails", "hang", scale=0.1)
+    end = run("fails", "hang", scale=0.107)  # a bench of its own
     assert (end.outcome, end.finding) == (Outcome.BLOCKED, None)
     hangs = rf"the process of vLLM's scheduler did not end within [0-9.]+ s, {HANGS}"
-    assert re.fullmatch(rf"{hangs}: its stack does not show the connector: run the case again", end.reason)
+    assert re.fullmatch(rf"{hangs}{NOT_SHOWN}", end.reason)
+
+
+def test_a_peer_hangs_by_the_connector_s_fault_only_if_its_stack_shows_that(run: Run) -> None:
+    by_hook, elsewhere = (run("peer_hangs", method) for method in ("start_load_kv", "waits"))
+    assert by_hook.finding is not None and by_hook.finding.rule == "KV-HOOK-002"
+    assert by_hook.finding.happened == "the engine of P hangs in `start_load_kv`, and answers no more"
+    hangs = f"the engine of P hangs in `waits`, and answers no more{NOT_SHOWN}"
+    assert (elsewhere.outcome, elsewhere.reason) == (Outcome.BLOCKED, hangs)
 
 
 def test_a_case_whose_hooks_are_called_does_not_hang(run: Run) -> None:

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
+import time
 from pathlib import Path
+
+from pytest_kvconform.rigs.processes.cores import Deadline
+from pytest_kvconform.rigs.processes.stacks import CURRENT
 
 # What a logger may put before each line of a traceback:
 # "(Worker pid=12) ERROR 11-21 05:26:27 [base_worker.py:1318] ".
@@ -19,7 +25,22 @@ _RIG = re.compile(
 )
 LOG_LINES = 12  # of a log, in a finding
 LONGEST = 240  # characters of one sentence
-STACK_S = 0.5  # that a process which hangs may take to write its stack to the log, after SIGUSR1
+STACK_S, MOMENT_S = 5.0, 0.1  # that a process may take to write its stack; in which nothing more comes
+
+
+def write_stack(pid: int) -> int:
+    """Let a child, whose log is that of this process, write its stacks. Waits until they are in the log.
+
+    Returns the position in the log from which they are.
+    """
+    position, deadline, text = os.lseek(2, 0, os.SEEK_END), Deadline(STACK_S, (pid,)), ""
+    os.kill(pid, signal.SIGUSR1)
+    while not deadline.over():
+        time.sleep(MOMENT_S)
+        before, text = text, text_since(position)
+        if text == before and CURRENT in text:
+            break
+    return position
 
 
 def text_since(position: int) -> str:

@@ -9,7 +9,9 @@ from collections.abc import Collection
 
 Frame = tuple[str, int, str]  # file, line, function
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<name>\w+)')
-COLLECTS = "  Garbage-collecting\n"  # faulthandler, before the innermost frame
+# of faulthandler: begins the stack of the thread that died or hangs; stands before its innermost frame
+CURRENT, COLLECTS = "Current thread ", "  Garbage-collecting\n"
+COLLECTING = "in garbage collection"  # a place of a process
 _START = re.compile(r"\(most recent call (first|last)\)")  # "first": faulthandler; "last": traceback
 # faulthandler's stack of the thread that died or hangs, and the traceback of an exit that nobody catches
 _END = re.compile(
@@ -87,6 +89,10 @@ def last_stacks(text: str) -> tuple[Frame, ...]:
     return tuple(frame for stack in stacks_of_ends(text) for frame in stack)
 
 
-def is_collecting(text: str) -> bool:
-    """Whether the thread that ended or hung its process was collecting garbage, by the process's log."""
-    return COLLECTS in text.rpartition("Current thread")[2]
+def place_of_del(text: str) -> str:
+    """Where the thread that ended or hung its process was, if it collected garbage or was in the `__del__` of
+    an object, by the process's log; "": in neither.
+    """
+    if COLLECTS in text.rpartition(CURRENT)[2]:
+        return COLLECTING
+    return "in an object's __del__" if any(name == "__del__" for *_, name in last_stacks(text)) else ""

@@ -5,11 +5,12 @@ A case is one call of it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from model_matrix import parse_topology
 from pytest_kvconform.case_outcome import CaseEnd
-from pytest_kvconform.result import Blocked, Cell, HarnessError, Outcome
+from pytest_kvconform.result import Blocked, Cell, Evidence, HarnessError, Outcome
 from pytest_kvconform.rigs.bytes.specs import side_of
 from pytest_kvconform.rigs.context import RunContext, transfer_config
 from pytest_kvconform.rigs.processes.child import ChildProcess, ForkRefused, leave
@@ -39,6 +40,8 @@ class SchedulerBench:
         self._cell: Cell | None = None
         self._failed: dict[Cell, CaseEnd] = {}  # cells for which the host does not start
         self._hung: dict[str, list[str]] = {}  # module -> cases that did not end in time
+        self._at_fault: set[str] = set()  # modules in which the connector hung
+        self._answers: dict[tuple[Any, ...], CaseEnd] = {}
 
     def run(self, cell: Cell, module: str, function: str, rule: str, variant: Any) -> CaseEnd:
         """Run a case in a fork of the host.
@@ -48,7 +51,7 @@ class SchedulerBench:
         """
         self.context.require_nothing_missing()
         self._require_few_hangs(module)
-        deadline_s = CASE_PART * self.context.deadlines.call * (AGAIN if module in self._hung else 1.0)
+        deadline_s = CASE_PART * self.context.deadlines.call * (AGAIN if module in self._at_fault else 1.0)
         start_s = self.context.deadlines.start
         question = (module, function, rule, variant, deadline_s, start_s)
         end, late = self._ask(cell, question, MOST * (PATIENCE * deadline_s + STARTS * start_s) + GRACE_S)
@@ -56,10 +59,19 @@ class SchedulerBench:
             self.context.missing.append(end.reason)
         elif late:
             self._hung.setdefault(module, []).append(function)
+            if end.outcome is not Outcome.BLOCKED:
+                self._at_fault.add(module)
         found = end.finding.happened if end.finding else ""
         self.context.note("start", late == UNSTARTED)
         self.context.note("release", f"releases {NOT_ENDED}" in found)
         return end
+
+    def answer(self, cell: Cell, function: Callable[..., Evidence], rule: str, variant: Any) -> CaseEnd:
+        """The end of a function that is no case, which runs once. See `run`."""
+        key = (cell, function, variant)
+        if key not in self._answers:
+            self._answers[key] = self.run(cell, function.__module__, function.__name__, rule, variant)
+        return self._answers[key]
 
     def _require_few_hangs(self, module: str) -> None:
         """Raise Blocked after many cases that hung."""

@@ -1,7 +1,8 @@
 """The scheduler host process: the configurations that cases of one cell share, and the fork of each case.
 
 A case runs in a child with a pipe: see case_process.py. If a child dies or does not end in time, the finding
-names the signal, the connector's hook that was running, and the last lines of the log.
+names the signal, the connector's hook that was running, and the last lines of the log. If it does not end in
+time, and no code of the connector is in its stack, the case is BLOCKED.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import gc
 import importlib
 import os
 import signal
-import time
 import traceback
 from collections.abc import Mapping
 from multiprocessing import Pipe
@@ -40,18 +40,20 @@ from pytest_kvconform.rigs.missing import waits_for_server
 from pytest_kvconform.rigs.processes import linux
 from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.processes.hangs import BUSY, DEVICE, QUIET, UNSTARTED, RunningHook
-from pytest_kvconform.rigs.processes.logs import STACK_S, last_lines, text_since
-from pytest_kvconform.rigs.processes.stacks import is_collecting, last_stacks, most_telling_stack
+from pytest_kvconform.rigs.processes.logs import last_lines, text_since, write_stack
+from pytest_kvconform.rigs.processes.stacks import COLLECTING, last_stacks, most_telling_stack, place_of_del
 from pytest_kvconform.rigs.processes.zygote import GONE_S, has_ended
 from pytest_kvconform.rigs.scheduler.case_process import serve_one_case
 from pytest_kvconform.rigs.scheduler.rig import BLOCKS, first_block, longer
-from pytest_kvconform.rigs.scheduler.violations import DECLINING, DIES, NOT_ENDED, RAISES
+from pytest_kvconform.rigs.scheduler.violations import DECLINING, DIES, NOT_ENDED, NOT_SHOWN, RAISES
 from pytest_kvconform.rigs.vllm_setup.engine_config import geometry_config, kv_cache_config_of_scheduler
 from pytest_kvconform.rigs.vllm_setup.overrides import keep_configured_limits
 from pytest_kvconform.subject import Subject
 
 LONGEST = 8192  # tokens of a request
 LEAVE_S, LEAVE_AGAIN_S = 5.0, 0.2  # for the shutdown of a worker half; after one that did not end
+
+WAITS = "an object waits in its __del__, such as a zmq.Context that shutdown() has not closed"
 
 
 class HostSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -224,8 +226,7 @@ class Host:
             with contextlib.suppress(Exception):  # the child has ended, or its message cannot be read
                 end, leaves = line.recv()
         else:
-            os.kill(pid, signal.SIGUSR1)  # the child writes its stack to the log
-            time.sleep(STACK_S)
+            write_stack(pid)
         line.close()
         self._waited |= end is not None and end.finding is not None and NOT_ENDED in end.finding.happened
         if leaves:
@@ -250,8 +251,7 @@ class Host:
             return end_of(Blocked(f"vLLM's worker {how}, in {DEVICE}: try fewer workers with -n")), BUSY
         found, shown = self._died(how, log_from)
         if late and not shown:
-            unknown = "its stack does not show the connector: run the case again"
-            return end_of(Blocked(f"{found.happened}: {unknown}")), BUSY
+            return end_of(Blocked(f"{found.happened}{NOT_SHOWN}")), BUSY
         return end_of(Violation(found)), late
 
     def _reap(self) -> None:
@@ -286,17 +286,16 @@ class Host:
         """The finding of a process that died or hangs, and whether it was in code of the connector."""
         hook, text = self._hook.name().removeprefix(DEVICE), text_since(log_from)
         ours, frames = f"{os.sep}pytest_kvconform{os.sep}", last_stacks(text)
-        # of the thread that died or hangs: the threads of a connector only wait meanwhile
+        # of the thread that died or hangs: other threads of a connector may only wait
         frame = next(((file, line) for file, line, _ in frames if ours not in file), None)
         where = f" ({frame[0].rpartition('/')[2]}:{frame[1]})" if frame else ""
-        waits = is_collecting(text)
-        place = "in garbage collection" if waits else f"in {hook}" if hook else "outside of any hook"
-        diagnosis = f"the connector's {hook} ends or stops the engine's process" if hook else ""
-        if waits:
-            diagnosis = "an object waits in its __del__, such as a zmq.Context that shutdown() has not closed"
+        in_del = place_of_del(text)
+        place, diagnosis = in_del or "outside of any hook", WAITS if in_del else ""
+        if hook and in_del != COLLECTING:
+            place, diagnosis = f"in {hook}", f"the connector's {hook} ends or stops the engine's process"
         happened = f"the process of vLLM's scheduler {how}, {place}{where}"
         finding = Finding(rule=DIES, happened=happened, diagnosis=diagnosis, log=last_lines(text))
-        return finding, bool(hook) or waits or shows_connector(frames, self.spec.facts)
+        return finding, bool(hook or in_del) or shows_connector(frames, self.spec.facts)
 
 
 def configuration(

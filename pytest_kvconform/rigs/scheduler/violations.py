@@ -15,6 +15,7 @@ RULES_OF_HOOKS = {"update_connector_output": "KV-LOAD-003", "reset_cache": "KV-L
 # starting: so a connector declines.
 START_HOOKS = ("register_kv_caches", "set_xfer_handshake_metadata")
 NOT_ENDED = "did not come to their end"  # in the finding of a case that has waited in vain
+NOT_SHOWN = ": no code of the connector is in its stack, so nobody knows whose fault that is"  # of a hang
 DECLINING = (NotImplementedError, ValueError)
 FRAMES = 6  # of the connector's stack, in a finding
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,11 +19,11 @@ from pytest_kvconform.rigs.engine.router import transfer_id_of
 from pytest_kvconform.rigs.processes.child import poll
 from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.processes.linux import die_with_parent
-from pytest_kvconform.rigs.processes.logs import STACK_S, text_since
-from pytest_kvconform.rigs.processes.stacks import is_collecting, last_stacks
+from pytest_kvconform.rigs.processes.logs import text_since, write_stack
+from pytest_kvconform.rigs.processes.stacks import last_stacks, place_of_del
 from pytest_kvconform.rigs.scheduler.live.config import LiveSpec, live_config
 from pytest_kvconform.rigs.scheduler.live.engine import LiveEngine
-from pytest_kvconform.rigs.scheduler.violations import NOT_ENDED
+from pytest_kvconform.rigs.scheduler.violations import NOT_ENDED, NOT_SHOWN
 
 if TYPE_CHECKING:
     from pytest_kvconform.rigs.scheduler.rig import Rig
@@ -90,11 +89,8 @@ class RemoteEngine:
 
     def _is_in_connector(self) -> bool:
         """Whether the process stands in code of the connector."""
-        log_from = os.lseek(2, 0, os.SEEK_END)
-        os.kill(self.pid, signal.SIGUSR1)  # it writes its stack to the log
-        time.sleep(STACK_S)
-        text = text_since(log_from)
-        return is_collecting(text) or shows_connector(last_stacks(text), self.rig.host.spec.facts)
+        text = text_since(write_stack(self.pid))
+        return bool(place_of_del(text)) or shows_connector(last_stacks(text), self.rig.host.spec.facts)
 
     def _send(self, name: str, args: Any, kwargs: Any) -> None:
         with contextlib.suppress(OSError):  # the process has ended, as `_answer` finds
@@ -117,7 +113,7 @@ class RemoteEngine:
         if not poll(self._line, deadline):
             hangs = f"the engine of {self.spec.role} hangs in `{name}`, and answers no more"
             if not self._is_in_connector():
-                raise Blocked(f"{hangs}: its stack does not show the connector: run the case again")
+                raise Blocked(f"{hangs}{NOT_SHOWN}")
             raise self.rig.violation("KV-HOOK-002", hangs)
         try:
             word, value = self._line.recv()
@@ -225,7 +221,7 @@ class Live:
 
 
 def step_together(engine: LiveEngine, others: Sequence[RemoteEngine]) -> None:
-    """Let the engine of this process and those of others step while a step of the other one lasts."""
+    """Let each engine step while a step of another one lasts: that of this process and the others."""
     engine.beside = [one.stepping for one in others]
     for one in others:
         one.peer = engine
