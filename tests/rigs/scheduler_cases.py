@@ -235,3 +235,12 @@ def start_load_kv(engine: object) -> None:
 
 def waits(engine: object) -> None:
     time.sleep(1000)
+
+
+class Scheduler:
+    """The assertion of vLLM's scheduler about what workers report."""
+
+    requests: tuple[str, ...] = ()
+
+    def _update_from_kv_xfer_finished(self, req_id: str) -> None:
+        assert req_id in self.requests

@@ -12,7 +12,7 @@ import pytest
 from pytest_kvconform.case_outcome import CaseEnd
 from pytest_kvconform.result import Blocked, Cell, Outcome
 from pytest_kvconform.rigs.bench import Bench
-from pytest_kvconform.rigs.scheduler.violations import NOT_SHOWN
+from pytest_kvconform.rigs.scheduler.violations import NOT_SHOWN, SchedulerStopped
 from pytest_kvconform.settings import Settings
 from pytest_kvconform.subject import resolve
 from pytest_kvconform.suite.interface.shutdown import shutdown_twice_is_harmless
@@ -209,3 +209,11 @@ def test_a_case_that_is_killed_is_no_violation_and_ends_the_run(run: Run) -> Non
 def test_a_case_sees_nothing_of_the_case_before(run: Run) -> None:
     for _ in range(2):
         assert run("fails", "state").reason == "1"
+
+
+def test_an_assertion_about_a_report_says_what_the_workers_did() -> None:
+    with pytest.raises(AssertionError) as raised:
+        scheduler_cases.Scheduler()._update_from_kv_xfer_finished("a")
+    finding = SchedulerStopped("P0", raised.value, "").finding
+    assert finding.diagnosis.startswith("the workers report a request that vLLM has freed")
+    assert finding.happened.endswith("in _update_from_kv_xfer_finished)")

@@ -16,6 +16,11 @@ RULES_OF_HOOKS = {"update_connector_output": "KV-LOAD-003", "reset_cache": "KV-L
 START_HOOKS = ("register_kv_caches", "set_xfer_handshake_metadata")
 NOT_ENDED = "did not come to their end"  # in the finding of a case that has waited in vain
 NOT_SHOWN = ": no code of the connector is in its stack, so nobody knows whose fault that is"  # of a hang
+# A line of vLLM's scheduler that asserts something -> what the connector did most likely.
+ASSERTED = {
+    "assert req_id in self.requests": "the workers report a request that vLLM has freed: each request is "
+    "reported once, and an aborted load as received or as sent, not as both"
+}
 DECLINING = (NotImplementedError, ValueError)
 FRAMES = 6  # of the connector's stack, in a finding
 
@@ -51,7 +56,8 @@ class SchedulerStopped(Violation):
         where = f"{frame.filename.rpartition('/')[2]}:{frame.lineno} in {frame.name}"
         kind = type(error).__name__
         happened = f"vLLM's scheduler of {side} stopped with {kind}: {text} ({where}){last}"
-        super().__init__(Finding(rule=STOPS, happened=happened))
+        likely = ASSERTED.get(frame.line or "", "") if isinstance(error, AssertionError) else ""
+        super().__init__(Finding(rule=STOPS, happened=happened, diagnosis=likely))
 
 
 def location_of(error: BaseException) -> str:
