@@ -84,6 +84,7 @@ WRONG = [
     Wrong("LeaksLoads", {BOUNDED: MORE.format("D0", "scheduler", "kept")}, rules="KV-MANY-002"),
     Wrong("LeaksAborts", {BOUNDED: MORE.format("D0", "scheduler", "kept")}, rules="KV-MANY-002"),
     Wrong("KeepsAbortedReads", {BOUNDED: MORE.format("D0", "worker", "aborted")}, rules="KV-MANY-002"),
+    Wrong("ReportsAbortsTwice", {BOUNDED: r"assert req_id in self\.requests"}, rules="KV-HOOK-003"),
     Wrong("KeepsResults", {BOUNDED: MORE.format("P0", "worker", "records")}, rules="KV-MANY-002"),
     Wrong(
         "PacksInto16Bits", {f"{FAR}[P]": r"is zeros: it was never written|no word"}, rules="KV-NUMBERS-001"

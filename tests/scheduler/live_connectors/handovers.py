@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import struct
 import time
 from types import SimpleNamespace
@@ -127,6 +128,21 @@ class KeepsAbortedReads(ReferenceConnector):
         aborted = [id for id in finished_req_ids if id in self._worker._loads]
         self.__dict__.setdefault("aborted", []).extend(aborted)
         return super().get_transfer_results(finished_req_ids)
+
+
+class ReportsAbortsTwice(ReferenceConnector):
+    """Wrong, as LMCacheMPConnector 0.5.6: D keeps each request that has ended until its worker reports it as
+    sent, also one whose load is aborted and reported as received.
+    """
+
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> Ended:
+        keeps, params = super().request_finished_all_groups(request, block_ids)
+        return keeps or self._kv_transfer_config.kv_role == "kv_consumer", params
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        results = super().get_transfer_results(finished_req_ids)
+        ended = finished_req_ids if self._kv_transfer_config.kv_role == "kv_consumer" else set()
+        return dataclasses.replace(results, finished_sending=results.finished_sending | ended)
 
 
 class LeaksLoads(ReferenceConnector):
