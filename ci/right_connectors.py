@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 import time
@@ -106,6 +107,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("kv-right"))
     parser.add_argument("--keep", action="store_true")
     options = parser.parse_args(own)
+    if options.keep and not re.fullmatch(r"(-n ?\w+ ?|--kv-matrix=\w+ ?)*", " ".join(given)):
+        parser.error("--keep is for whole runs: only -n and --kv-matrix may stand after --")
     try:
         connectors = selected(options.names)
     except KeyError as name:

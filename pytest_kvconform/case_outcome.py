@@ -84,6 +84,16 @@ def end_of(error: BaseException) -> CaseEnd:
     )
 
 
+def error_of(end: CaseEnd) -> Exception:
+    """The exception with which something ended in another process: the inverse of `end_of`."""
+    if end.finding is not None:
+        return Violation(end.finding)
+    kinds = {Outcome.BLOCKED: Blocked, Outcome.NOT_APPLICABLE: NotApplicable}
+    if end.outcome in kinds:
+        return kinds[end.outcome](end.reason, refused=end.refused)
+    return HarnessError(f"{end.reason}\n{end.defect}")
+
+
 def with_calls(end: CaseEnd, calls: Iterable[HookCall]) -> CaseEnd:
     """The end of a case, whose finding has these calls: the last ones of each side, in their order.
 

@@ -85,7 +85,7 @@ def run_program(program: Program) -> str:
         except subprocess.TimeoutExpired:  # some findings are about hangs: the others go on
             return "not run"
     lines = iter(done.stdout.splitlines())
-    if all(line in lines for line in program.printed):  # in this order
+    if program.printed and all(line in lines for line in program.printed):  # in this order
         return "printed"  # it may still die of a signal at its end, in native code
     return "not run" if done.returncode else "otherwise"
 

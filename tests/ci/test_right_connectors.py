@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import importlib.util
 import json
 import re
@@ -119,3 +120,16 @@ def test_the_page_has_runs_of_right_connectors_alone(script: ModuleType) -> None
     runs = json.loads(script.RUNS.read_text())
     assert set(runs) <= set(script.selected([]))
     assert {one["verdict"] for matrices in runs.values() for one in matrices.values()} == {"CONFORMS"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "whole"),
+    [([], True), (["-n", "2", "--kv-matrix=full"], True), (["-n2"], True), (["--kv-tier=bytes"], False)],
+)
+def test_only_whole_runs_are_kept(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch, arguments: list[str], whole: bool
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["", "Threshold", "--keep", "--", *arguments])
+    monkeypatch.setattr(script, "run", lambda *_: (0, 1.0, "CONFORMS"))
+    with contextlib.nullcontext() if whole else pytest.raises(SystemExit, match=r"^2$"):
+        assert script.main() == 0

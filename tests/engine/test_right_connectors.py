@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from model_matrix import load_families
-from pytest_kvconform.result import Violation
+from pytest_kvconform.result import Blocked, Violation
 from pytest_kvconform.rigs.engine import ends
-from pytest_kvconform.rigs.engine.messages import Usage
+from pytest_kvconform.rigs.engine.messages import Leftovers, Usage
 from pytest_kvconform.rigs.processes.linux import threads
 from pytest_kvconform.suite._released_blocks import check_all_freed
+from pytest_kvconform.suite.engine import shutdown
 from tests.helpers.case_runner import CellRun
 
 FEW = "n1 n63 n64 n65 two_at_once partial_hit abort_loading"
@@ -121,3 +125,26 @@ def test_a_thread_that_takes_its_name_late_is_not_the_connector_s() -> None:
         assert ends._left(before)[0] == ("other",)
     finally:
         goes_on.set()
+
+
+@pytest.mark.parametrize(("ports", "found"), [(("127.0.0.1:5",), True), ((), False)])
+def test_a_port_is_found_although_nobody_knows_about_the_threads(
+    monkeypatch: pytest.MonkeyPatch, ports: tuple[str, ...], found: bool
+) -> None:
+    """A thread of P may stay once for the process, and the hand-overs that would tell could not run."""
+
+    def of_engines(*_: object) -> tuple[str, ...]:
+        raise Blocked("not known")
+
+    monkeypatch.setattr(shutdown, "of_engines", of_engines)
+    monkeypatch.setattr(shutdown, "completed", lambda *_: None)
+    ends = tuple(
+        Leftovers(threads=threads, children=(), error="", frames=(), listening=listening)
+        for threads, listening in ((("a",), ()), ((), ports))
+    )
+    bench: Any = SimpleNamespace(engine=SimpleNamespace(leftovers=lambda _: ends), cell=None)
+    with pytest.raises(Violation if found else Blocked) as raised:
+        inspect.unwrap(shutdown.no_threads_ports_or_processes_left)(bench, None)
+    assert str(raised.value).startswith(
+        "after shutdown D still has 1 listening ports" if found else "not known"
+    )

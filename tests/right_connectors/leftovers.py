@@ -222,7 +222,7 @@ class ThreadOfEachEngine(PoolOfThreads):
 
 
 class ThreadEndsLate(PoolOfThreads):
-    """Wrong: such a thread ends 15 s after shutdown()."""
+    """Wrong: such a thread ends a minute after shutdown()."""
 
     over: threading.Event | None = None
 
@@ -239,7 +239,7 @@ class ThreadEndsLate(PoolOfThreads):
 
 def _end_late(over: threading.Event) -> None:
     over.wait()
-    time.sleep(15)
+    time.sleep(60)
 
 
 # ---- processes that Python's multiprocessing starts once for a process, and does not end ----

@@ -67,11 +67,15 @@ class SchedulerBench:
         return end
 
     def answer(self, cell: Cell, function: Callable[..., Evidence], rule: str, variant: Any) -> CaseEnd:
-        """The end of a function that is no case, which runs once. See `run`."""
+        """The end of a function that is no case. It runs once, unless it ends in an error of the suite. See
+        `run`.
+        """
         key = (cell, function, variant)
-        if key not in self._answers:
-            self._answers[key] = self.run(cell, function.__module__, function.__name__, rule, variant)
-        return self._answers[key]
+        if (end := self._answers.get(key)) is None:
+            end = self.run(cell, function.__module__, function.__name__, rule, variant)
+            if end.outcome is not Outcome.HARNESS:
+                self._answers[key] = end
+        return end
 
     def _require_few_hangs(self, module: str) -> None:
         """Raise Blocked after many cases that hung."""

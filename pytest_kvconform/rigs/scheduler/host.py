@@ -1,8 +1,7 @@
 """The scheduler host process: the configurations that cases of one cell share, and the fork of each case.
 
 A case runs in a child with a pipe: see case_process.py. If a child dies or does not end in time, the finding
-names the signal, the connector's hook that was running, and the last lines of the log. If it does not end in
-time, and no code of the connector is in its stack, the case is BLOCKED.
+names the signal, the connector's hook that was running, and the last lines of the log.
 """
 
 from __future__ import annotations
@@ -35,7 +34,6 @@ from pytest_kvconform.result import (
     Violation,
 )
 from pytest_kvconform.rigs.context import SubjectFacts
-from pytest_kvconform.rigs.engine.control import shows_connector
 from pytest_kvconform.rigs.missing import waits_for_server
 from pytest_kvconform.rigs.processes import linux
 from pytest_kvconform.rigs.processes.cores import Deadline
@@ -45,14 +43,20 @@ from pytest_kvconform.rigs.processes.stacks import COLLECTING, last_stacks, most
 from pytest_kvconform.rigs.processes.zygote import GONE_S, has_ended
 from pytest_kvconform.rigs.scheduler.case_process import serve_one_case
 from pytest_kvconform.rigs.scheduler.rig import BLOCKS, first_block, longer
-from pytest_kvconform.rigs.scheduler.violations import DECLINING, DIES, NOT_ENDED, NOT_SHOWN, RAISES
+from pytest_kvconform.rigs.scheduler.violations import (
+    DECLINING,
+    DIES,
+    NOT_ENDED,
+    NOT_SHOWN,
+    RAISES,
+    is_in_connector,
+)
 from pytest_kvconform.rigs.vllm_setup.engine_config import geometry_config, kv_cache_config_of_scheduler
 from pytest_kvconform.rigs.vllm_setup.overrides import keep_configured_limits
 from pytest_kvconform.subject import Subject
 
 LONGEST = 8192  # tokens of a request
 LEAVE_S, LEAVE_AGAIN_S = 5.0, 0.2  # for the shutdown of a worker half; after one that did not end
-
 WAITS = "an object waits in its __del__, such as a zmq.Context that shutdown() has not closed"
 
 
@@ -187,6 +191,10 @@ class Host:
         """Note which hook of the connector runs now; "": none."""
         self._hook.note(hook)
 
+    def running_hook(self) -> str:
+        """The hook of the connector that runs now, in the process of a case or of an engine; "": none."""
+        return self._hook.name().removeprefix(DEVICE)
+
     def _make(self, role: str, prefix_caching: bool) -> None:
         from pytest_kvconform.rigs.vllm_setup.kv_cache_specs import layer_specs
 
@@ -249,8 +257,8 @@ class Host:
         how = _death(status) if not late else f"did not end within {waited_s:g} s"
         if late and self._hook.name() == DEVICE:
             return end_of(Blocked(f"vLLM's worker {how}, in {DEVICE}: try fewer workers with -n")), BUSY
-        found, shown = self._died(how, log_from)
-        if late and not shown:
+        found, text = self._died(how, log_from, bool(late)), text_since(log_from)
+        if late and not is_in_connector(text, self.running_hook(), self.spec.facts):
             return end_of(Blocked(f"{found.happened}{NOT_SHOWN}")), BUSY
         return end_of(Violation(found)), late
 
@@ -282,20 +290,18 @@ class Host:
         theirs.close()
         return pid, ours
 
-    def _died(self, how: str, log_from: int) -> tuple[Finding, bool]:
-        """The finding of a process that died or hangs, and whether it was in code of the connector."""
-        hook, text = self._hook.name().removeprefix(DEVICE), text_since(log_from)
-        ours, frames = f"{os.sep}pytest_kvconform{os.sep}", last_stacks(text)
+    def _died(self, how: str, log_from: int, hangs: bool) -> Finding:
+        hook, text = self.running_hook(), text_since(log_from)
+        ours = f"{os.sep}pytest_kvconform{os.sep}"
         # of the thread that died or hangs: other threads of a connector may only wait
-        frame = next(((file, line) for file, line, _ in frames if ours not in file), None)
+        frame = next(((file, line) for file, line, _ in last_stacks(text) if ours not in file), None)
         where = f" ({frame[0].rpartition('/')[2]}:{frame[1]})" if frame else ""
         in_del = place_of_del(text)
-        place, diagnosis = in_del or "outside of any hook", WAITS if in_del else ""
+        place, diagnosis = in_del or "outside of any hook", WAITS if in_del and hangs else ""
         if hook and in_del != COLLECTING:
             place, diagnosis = f"in {hook}", f"the connector's {hook} ends or stops the engine's process"
         happened = f"the process of vLLM's scheduler {how}, {place}{where}"
-        finding = Finding(rule=DIES, happened=happened, diagnosis=diagnosis, log=last_lines(text))
-        return finding, bool(hook or in_del) or shows_connector(frames, self.spec.facts)
+        return Finding(rule=DIES, happened=happened, diagnosis=diagnosis, log=last_lines(text))
 
 
 def configuration(

@@ -5,6 +5,9 @@ from __future__ import annotations
 import traceback
 
 from pytest_kvconform.result import Finding, Violation
+from pytest_kvconform.rigs.context import SubjectFacts
+from pytest_kvconform.rigs.engine.control import shows_connector
+from pytest_kvconform.rigs.processes.stacks import last_stacks, place_of_del
 
 # Rules that are broken whatever the case is about: a hook raises, its process dies
 # or hangs, vLLM's scheduler stops.
@@ -58,6 +61,14 @@ class SchedulerStopped(Violation):
         happened = f"vLLM's scheduler of {side} stopped with {kind}: {text} ({where}){last}"
         likely = ASSERTED.get(frame.line or "", "") if isinstance(error, AssertionError) else ""
         super().__init__(Finding(rule=STOPS, happened=happened, diagnosis=likely))
+
+
+def is_in_connector(text: str, hook: str, facts: SubjectFacts) -> bool:
+    """Whether a process that hangs is in code of the connector, or in an object's `__del__`.
+
+    `text`: its log, with its stack. `hook`: the hook that it has noted, "": none.
+    """
+    return bool(hook or place_of_del(text)) or shows_connector(last_stacks(text), facts)
 
 
 def location_of(error: BaseException) -> str:

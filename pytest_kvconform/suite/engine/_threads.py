@@ -6,10 +6,12 @@ A process of the tier engine has one engine. So engines without a model start an
 from __future__ import annotations
 
 import re
+import uuid
 from collections import Counter
 from typing import Any
 
-from pytest_kvconform.result import Blocked, Evidence
+from pytest_kvconform.case_outcome import error_of
+from pytest_kvconform.result import Blocked, Evidence, Outcome
 from pytest_kvconform.rigs.bench import Bench
 from pytest_kvconform.rigs.processes.linux import threads
 from pytest_kvconform.rigs.scheduler.rig import Rig
@@ -18,9 +20,8 @@ from pytest_kvconform.suite.interface._cells import cell_of_once
 from pytest_kvconform.suite.protocol.stress._live import decode, loaded, prefill, prompts_of, settle
 
 RULE = "KV-SHUTDOWN-001"
-ENGINES = (
-    3  # one after the other, at most; a pool may have more threads after a second one, a leak after each
-)
+# One after the other, at most: a pool may have more threads after the second one, a leak has after each.
+ENGINES = 3
 
 
 def of_engines(bench: Bench, role: str, names: tuple[str, ...]) -> tuple[str, ...]:
@@ -39,7 +40,10 @@ def of_engines(bench: Bench, role: str, names: tuple[str, ...]) -> tuple[str, ..
             left.append(name)
     if not left:
         return ()
-    end = bench.scheduler.answer(cell_of_once(), threads_after_hand_overs, RULE, role)
+    variant = "P" if bench.subject.is_store else role
+    end = bench.scheduler.answer(cell_of_once(), threads_after_hand_overs, RULE, variant)
+    if end.outcome is Outcome.HARNESS:
+        raise error_of(end)
     if end.evidence is None:
         why = end.finding.happened if end.finding else end.reason
         which = f"after shutdown {role} still has threads ({', '.join(left[:4])})"
@@ -87,7 +91,9 @@ def _left_by_hand_over(rig: Rig, role: str, number: int, peers: list[Any]) -> di
     from pytest_kvconform.rigs.scheduler.live.pair import Live, step_together
 
     spec = LiveSpec(role if peers else "P", engine=int(bool(peers) and role == "D"), port=number)
-    engine = LiveEngine(rig, spec, live_config(rig, spec))
+    config = live_config(rig, spec)
+    config.kv_transfer_config.engine_id = str(uuid.uuid4())  # each engine is another one for its peer
+    engine = LiveEngine(rig, spec, config)
     step_together(engine, peers)
     sides = {"P": engine, "D": engine} | {peer.spec.role: peer for peer in peers}
     live = Live(rig, sides["P"], sides["D"])

@@ -27,12 +27,17 @@ def no_threads_ports_or_processes_left(bench: Bench, scenario: Scenario) -> Evid
                 rule="KV-SHUTDOWN-001", happened=failed.sentence, log=failed.log, diagnosis=failed.sentence
             )
         ) from None
+    unknown: Blocked | None = None  # whose threads are left
     for role, left in zip("PD", ends, strict=True):
         if left.error:
             raise Violation(
                 Finding(rule="KV-SHUTDOWN-001", happened=f"shutdown of {role} raised {left.error}")
             )
-        threads = left.threads and of_engines(bench, role, left.threads)
+        threads: tuple[str, ...] = ()
+        try:
+            threads = left.threads and of_engines(bench, role, left.threads)
+        except Blocked as blocked:
+            unknown = blocked
         reported = [
             f"{len(things)} {what} ({', '.join(map(str, things[:4]))})"
             for what, things in (
@@ -51,4 +56,6 @@ def no_threads_ports_or_processes_left(bench: Bench, scenario: Scenario) -> Evid
                     signature=f"shutdown leaves {', '.join(s.split('(')[0].strip() for s in reported)}",
                 )
             )
+    if unknown:
+        raise unknown
     return Evidence(looked_at=2, unit="engines", bytes_moved=moved(observed))

@@ -12,18 +12,16 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
-from pytest_kvconform.case_outcome import CaseEnd, end_of
-from pytest_kvconform.result import Blocked, HarnessError, NotApplicable, Outcome, Violation
-from pytest_kvconform.rigs.engine.control import shows_connector
+from pytest_kvconform.case_outcome import end_of, error_of
+from pytest_kvconform.result import Blocked
 from pytest_kvconform.rigs.engine.router import transfer_id_of
 from pytest_kvconform.rigs.processes.child import poll
 from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.processes.linux import die_with_parent
 from pytest_kvconform.rigs.processes.logs import text_since, write_stack
-from pytest_kvconform.rigs.processes.stacks import last_stacks, place_of_del
 from pytest_kvconform.rigs.scheduler.live.config import LiveSpec, live_config
 from pytest_kvconform.rigs.scheduler.live.engine import LiveEngine
-from pytest_kvconform.rigs.scheduler.violations import NOT_ENDED, NOT_SHOWN
+from pytest_kvconform.rigs.scheduler.violations import NOT_ENDED, NOT_SHOWN, is_in_connector
 
 if TYPE_CHECKING:
     from pytest_kvconform.rigs.scheduler.rig import Rig
@@ -87,11 +85,6 @@ class RemoteEngine:
         os.waitpid(self.pid, 0)
         self._line.close()
 
-    def _is_in_connector(self) -> bool:
-        """Whether the process stands in code of the connector."""
-        text = text_since(write_stack(self.pid))
-        return bool(place_of_del(text)) or shows_connector(last_stacks(text), self.rig.host.spec.facts)
-
     def _send(self, name: str, args: Any, kwargs: Any) -> None:
         with contextlib.suppress(OSError):  # the process has ended, as `_answer` finds
             self._line.send((name, args, kwargs))
@@ -112,7 +105,8 @@ class RemoteEngine:
     def _received(self, name: str, deadline: Deadline) -> Any:
         if not poll(self._line, deadline):
             hangs = f"the engine of {self.spec.role} hangs in `{name}`, and answers no more"
-            if not self._is_in_connector():
+            text, host = text_since(write_stack(self.pid)), self.rig.host
+            if not is_in_connector(text, host.running_hook(), host.spec.facts):
                 raise Blocked(f"{hangs}{NOT_SHOWN}")
             raise self.rig.violation("KV-HOOK-002", hangs)
         try:
@@ -124,16 +118,6 @@ class RemoteEngine:
         if word == "returned":
             return value
         raise error_of(value)
-
-
-def error_of(end: CaseEnd) -> Exception:
-    """The exception with which something ended in another process."""
-    if end.finding is not None:
-        return Violation(end.finding)
-    kinds = {Outcome.BLOCKED: Blocked, Outcome.NOT_APPLICABLE: NotApplicable}
-    if end.outcome in kinds:
-        return kinds[end.outcome](end.reason, refused=end.refused)
-    return HarnessError(f"{end.reason}\n{end.defect}")
 
 
 def _serve(rig: Rig, spec: LiveSpec, config: Any, line: Connection) -> None:

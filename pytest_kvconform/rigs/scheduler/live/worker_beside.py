@@ -19,12 +19,11 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from pytest_kvconform.case_outcome import CaseEnd, end_of
+from pytest_kvconform.case_outcome import CaseEnd, end_of, error_of
 from pytest_kvconform.result import HarnessError
 from pytest_kvconform.rigs.processes.child import poll
 from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.processes.linux import die_with_parent
-from pytest_kvconform.rigs.scheduler.live.pair import error_of
 from pytest_kvconform.rigs.scheduler.worker_half import WorkerHalf, single_rank_config
 
 if TYPE_CHECKING:
