@@ -269,12 +269,13 @@ class EngineHandle:
         hook = hook_of(self.process, IN_STACKS)
         again = ", where another engine has hung" if hook in self.hung_in else ""
         self.hung_in.update([hook] if hook else [])
-        stack = self.process.stack(IN_STACKS)
+        stack, in_del = self.process.stack(IN_STACKS), "" if hook else self.process.place_of_del()
         self.process.end()
+        where = in_del or _where(stack) or f" in {name}"
         raise EngineFailed(
             self.role,
             "hung",
-            f"{self.role} did not answer within {seconds:.0f} s{_where(stack) or f' in {name}'}{again}",
+            f"{self.role} did not answer within {seconds:.0f} s{where}{again}",
             self._last_lines(),
             _lines(stack),
             self.process.last_stacks(),

@@ -5,13 +5,20 @@ from __future__ import annotations
 import os
 from collections.abc import Collection
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from pytest_kvconform.result import HarnessError
 from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.processes.logs import exceptions_in, last_lines, reason_of_start
 from pytest_kvconform.rigs.processes.place import Place
-from pytest_kvconform.rigs.processes.stacks import Frame, last_stacks, most_telling_stack, stacks_of_ends
+from pytest_kvconform.rigs.processes.stacks import (
+    Frame,
+    last_stacks,
+    most_telling_stack,
+    place_of_del,
+    stacks_of_ends,
+)
 
 END_S = 60.0  # for the zygote to kill and reap a process
 POLL_S = 1.0  # between two looks at whether the process could run
@@ -129,6 +136,14 @@ class ChildProcess:
     def stacks_of_ends(self) -> tuple[tuple[Frame, ...], ...]:
         """The stack of each of these threads: that of the process, and those of its ranks."""
         return stacks_of_ends(self._text(self.asked_at, 60_000))
+
+    def place_of_del(self) -> str:
+        """Where the process hangs, if it collects garbage or is in an object's `__del__`:
+        " in garbage collection (context.py:264)"; "": in neither.
+        """
+        text = self._text(self.asked_at, 60_000)
+        place, frames = place_of_del(text), last_stacks(text)
+        return f" {place} ({Path(frames[0][0]).name}:{frames[0][1]})" if place and frames else ""
 
     def _text(self, since: int, longest: int) -> str:
         """The log from a position on, at most the last `longest` bytes."""
