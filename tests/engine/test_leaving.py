@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from pathlib import Path
 
@@ -70,3 +71,13 @@ def test_a_process_that_is_killed_is_no_violation_and_ends_the_run(command: Run)
     assert "was killed by SIGKILL, exit code 137, which the suite did not send: most likely the" in run.text
     assert "the engine llama-P1D1-D-" in run.text
     assert not [pid for pid in run.processes() if pid != os.getpid()]
+
+
+def test_an_engine_that_hangs_in_garbage_collection_says_so(command: Run) -> None:
+    run = command(
+        "wrong_connectors:WaitsWhenCollected",
+        *("-k", "no_threads_ports_or_processes_left", "--kv-timeout-scale=0.2"),
+        *("--kv-family=llama", "--kv-topology=P1D1"),
+    )
+    assert re.search(r"P did not answer within \d+ s in garbage collection \(threading\.py:\d+\)", run.text)
+    assert (run.code, run.word) == (1, "VIOLATES"), run.text

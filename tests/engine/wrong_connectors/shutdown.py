@@ -98,6 +98,24 @@ class HangsInShutdown(Right):
             time.sleep(1)
 
 
+class Waits:
+    """What a connector left open: its __del__ waits for ever, as that of a zmq.Context may."""
+
+    itself: object
+
+    def __del__(self) -> None:
+        threading.Event().wait()
+
+
+class WaitsWhenCollected(LeavesThread):
+    """Besides the thread, shutdown leaves an object that waits once Python collects it."""
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        left = Waits()
+        left.itself = left
+
+
 class SignsOn(Right):
     """No mistake. As the client of a store it signs on at a master (a folder) and signs off in shutdown. It
     makes a file in /dev/shm that it does not map.
