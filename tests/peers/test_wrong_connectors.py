@@ -288,6 +288,7 @@ BREAKS = [
     ),
     Wrong("DiesOfAReset", on(RESET, "the request did not end within 12 s"), scale=SHORT),
     Wrong("TakesResetForTheEnd", on(RESET, "the request loaded wrong bytes")),
+    Wrong("LooksUpFirst", on("load_ends_when_p_dies", "the request loaded wrong bytes")),
     Wrong("TcpPull", {}),
 ]
 
