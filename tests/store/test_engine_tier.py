@@ -107,6 +107,11 @@ WRONG_WITH_STATES = [
     ),
     Wrong("NextLayer", {STATE: "recurrent state garbled", OUTPUT: ""}, variants="n129"),
     Wrong("CopiesEveryBlock", {UNOWNED.format("chunked"): "block 0 is the null block"}, variants="chunked"),
+    Wrong(
+        "LoadsForTheSecond",
+        {"d_computes_only_missing_tokens[two_samples]": "announced nothing of a prompt that was saved"},
+        variants="two_samples",
+    ),
 ]
 
 

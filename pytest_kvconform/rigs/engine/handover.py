@@ -281,7 +281,8 @@ def _prefill(
         tokens = prompt.tokens
         if one.mode == ORACLE and has_state and len(tokens) > 1:
             # the oracle needs P's state before the token with which D goes on: the last one, if D loads all
-            tokens = tokens[: (one.brings[index] if one.brings else 0) or -1]
+            loads = one.brings[index : index + scenario.n]  # of the samples of this prompt
+            tokens = tokens[: max(loads, default=0) or -1]
         subject = one.mode == SUBJECT
         params = prefill_params(p.spec.handover, name, d.spec, p.process.address) if subject else None
         request = Request(id=id_on_p(name), tokens=tokens, max_tokens=1, salt=one.salt, watch=True)
