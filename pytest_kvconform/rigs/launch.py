@@ -252,7 +252,7 @@ def _ask(address: str, question: tuple[Any, ...], deadline_s: float) -> tuple[An
     try:
         with connect(address, deadline_s) as connection:
             connection.send(question)
-            deadline = Deadline(deadline_s, [int((Path(address).parent / "pid").read_text())])
+            deadline = Deadline(deadline_s, [int((Path(address).parent / "pid").read_text())], look=True)
             while not connection.poll(LOOK_S):
                 if deadline.over():
                     raise HarnessError(

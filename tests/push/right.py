@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
-from tests.right_connectors.sockets import Load, TcpPull, ask, connect, receive
+from tests.right_connectors.sockets import SOON_S, Load, TcpPull, ask, connect, receive
 
 HEAD = struct.Struct("!Bi")  # what P sends: WAIT, LAYER and its number, WRITTEN or REFUSED
 WAIT, LAYER, WRITTEN, REFUSED = range(4)
@@ -89,7 +89,7 @@ class TcpPush(TcpPull):
         if "done" in question:
             self.last.add(question["done"])
             return
-        end = time.monotonic() + 1.0  # P hears of its request in the step after the one that ended it
+        end = time.monotonic() + SOON_S  # P hears of its request in the step after the one that ended it
         while question["request"] not in self.leases and time.monotonic() < end:
             time.sleep(0.002)
         blocks, _ = self.leases.get(question["request"], ([], 0.0))

@@ -249,7 +249,7 @@ class WorkerEngine:
     ):
         self.pool = np.full((BLOCKS, BYTES), fill, dtype=np.uint8)
         memory = Memory(self.pool.ctypes.data, self.pool.nbytes, zero=self.zero)
-        settings = Options(**{"handshake_timeout": 0.5, **options})
+        settings = Options(**{"handshake_timeout": PATIENCE_S, **options})
         self.name, self.worker = (
             name,
             Worker(settings, 0, 1, Local(wire, name), (box(self.pool, layer),), [memory], trusted, zeroed),

@@ -43,8 +43,11 @@ def test_a_release_may_arrive_before_the_order_of_p_s_scheduler(make: Callable[.
     assert p.worker.results().sent == {"x"}
 
 
-def test_renewed_leases_do_not_expire(make: Callable[..., WorkerEngine]) -> None:
+def test_renewed_leases_do_not_expire(make: Callable[..., WorkerEngine], wire: Wire) -> None:
     p, d = make("p", 7, kv_lease_duration=0.6), make("d", 0)
+    d.worker.start(Orders(renewals=[Lease(p.address, 9)]))
+    while not wire.reads:  # D meets P
+        d.worker.results()
     p.worker.start(Orders(leases={1: "kept", 2: "left"}))
     sent: set[str] = set()
     end = time.monotonic() + 1.5

@@ -165,6 +165,8 @@ def test_a_load_that_took_too_long_is_reported_when_its_read_has_ended(
     p, d = make("p", 7), make("d", 0, transfer_timeout=0.1)
     wire.stopped.add("p")
     d.worker.start(Orders(loads={"r": p.load(1, [5, 6], [3, 4])}))
+    while not wire.reads:  # D meets P
+        d.worker.results()
     deadline = time.monotonic() + 0.4
     while time.monotonic() < deadline:
         assert not d.worker.results().received
@@ -250,7 +252,7 @@ def test_a_failure_fails_only_its_own_request(make: Callable[..., WorkerEngine])
 
 
 def test_a_peer_that_cannot_be_reached(make: Callable[..., WorkerEngine]) -> None:
-    p, d = make("p", 7), make("d", 0)
+    p, d = make("p", 7), make("d", 0, handshake_timeout=0.5)
     orders = Orders(loads={"r": p.load(1, [5, 6], [3, 4])}, releases=[Lease(p.address, 1)])
     p.listener.close()
     d.worker.start(orders)

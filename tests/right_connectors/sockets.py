@@ -26,7 +26,7 @@ from vllm.v1.request import RequestStatus
 from tests.faults.fault_hook import FaultHook
 
 PATIENCE_S = 5.0  # of a peer with an answer
-SOON_S = 1.0
+SOON_S = 3.0
 GONE = b"gone"
 
 

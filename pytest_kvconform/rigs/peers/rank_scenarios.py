@@ -18,13 +18,14 @@ from pytest_kvconform.rigs.peers.scenario_engines import (
     ScenarioEngines,
     ScenarioObservation,
 )
-from pytest_kvconform.rigs.peers.stepping import BLOCK, PeerScenario, SteppedEngine, Steps, pause, until
+from pytest_kvconform.rigs.peers.stepping import BLOCK, PeerScenario, SteppedEngine, Steps, let_run, until
 from pytest_kvconform.rigs.scenario import STATUS, Faults
 
 RANKS = ("P9", "D9")  # the engines
 # Why D loads nothing: its request is aborted before it is scheduled, or while it waits for a block; D's
 # prefix cache has the whole prompt; the request must not read the prefix cache.
 UNREAD = ("waiting", "asked", "whole", "dropped")
+LOOKED_S = 0.5  # of a look whether P has freed blocks
 AWHILE_S = 0.2  # engines step often enough in this time for whatever else is to happen
 
 
@@ -53,7 +54,7 @@ def hand_overs(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) -> 
     second = yield from engines.prefill(p)
     held = yield from engines.add_decode_with_faults(p, d, second, last_rank(d, HELD))
     if not isinstance(held, str):
-        yield from pause(engines.bench.scaled_seconds(AWHILE_S))
+        yield from let_run(engines.bench.scaled_seconds(AWHILE_S), p, d)
         yield from engines.start_held_transfers(p, d, held[0])
         decodes["slow"] = yield from engines.finish_decode(d, *held)
     own = yield from engines.decode(p, None)
@@ -100,7 +101,7 @@ def nothing_to_load(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine
     """P computes prompts of which D loads nothing, each for another reason (`UNREAD`).
 
     `numbers`: reason -> seconds until P no longer holds the request; negative: so many seconds later P still
-    held it; the lease: nobody looked in time.
+    held it; the lease: nobody looked for LOOKED_S before it was nearly over.
     """
     met = yield from engines.decode(d, (yield from engines.prefill(p)))
     decodes, numbers, length = {}, {}, engines.length // BLOCK * BLOCK + 1
@@ -114,7 +115,7 @@ def nothing_to_load(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine
         elif why == "asked":
             yield from d.call("ask_and_keep_in_queue", request.id)
             yield from d.call("add", request)
-            yield from pause(engines.bench.scaled_seconds(AWHILE_S))
+            yield from let_run(engines.bench.scaled_seconds(AWHILE_S), d)
             yield from d.call("abort", request.id)
         else:
             if why == "whole":
@@ -126,7 +127,7 @@ def nothing_to_load(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine
         held = prefill.added + engines.lease_s * KEPT - time.monotonic()
         freed = yield from engines.wait_until_freed(p, prefill, min(held, engines.limits.release))
         so_far = (freed or time.monotonic()) - prefill.added
-        numbers[why] = so_far if freed else -so_far if held > 0 else engines.lease_s
+        numbers[why] = so_far if freed else -so_far if held > LOOKED_S else engines.lease_s
         if why == "waiting":
             yield from d.call("pause", False)
     return ScenarioObservation({"met": met, **decodes}, numbers=numbers, too_slow=engines.too_slow(p, d))
@@ -141,9 +142,10 @@ def aborted_during_load(
     if isinstance(held, str):
         return ScenarioObservation(unsupported=held)
     request, _ = held
-    yield from pause(engines.bench.scaled_seconds(AWHILE_S) if faults.ranks else 0.0)  # the others report
+    if faults.ranks:
+        yield from let_run(engines.bench.scaled_seconds(AWHILE_S), p, d)  # the others report
     yield from d.call("abort", request.id)
-    yield from pause(engines.bench.scaled_seconds(AWHILE_S))
+    yield from let_run(engines.bench.scaled_seconds(AWHILE_S), p, d)
     before, while_held = (yield from d.call("usage")), (yield from d.call("rank_observations"))
     yield from engines.start_held_transfers(p, d, request)
     after = yield from engines.wait_until_empty(d)

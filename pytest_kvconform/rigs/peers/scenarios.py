@@ -26,7 +26,7 @@ from pytest_kvconform.rigs.peers.sleeping_peer import (
     shutdown_during_load,
     sleeping_peer,
 )
-from pytest_kvconform.rigs.peers.stepping import PeerScenario, SteppedEngine, Steps, pause, until
+from pytest_kvconform.rigs.peers.stepping import PeerScenario, SteppedEngine, Steps, let_run, pause, until
 from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.processes.ports import free_port
 
@@ -109,7 +109,7 @@ def stopped_peer(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) -
         request = yield from engines.add_decode(d, prefill)
         own = engines.make_request(engines.new_prompt(), "d", None)
         d.queue("add", own)  # D may stand in a step until P goes on
-        yield from pause(engines.bench.scaled_seconds(STALL_S))
+        yield from let_run(engines.bench.scaled_seconds(STALL_S), d)
         numbers[f"{what}_to"] = time.monotonic()
         p.resume()
         decodes[what] = yield from engines.finish_decode(d, request, added)
@@ -197,9 +197,9 @@ def queued_past_lease(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngi
     yield from d.call("keep_in_queue", request.id)
     yield from d.call("add", request)
     yield from pause(engines.lease_s * LEASES_WAITED)
-    too_slow = engines.too_slow(p, d)
     yield from d.call("let_schedule", request.id)
     decode = yield from engines.finish_decode(d, request, added)
+    too_slow = engines.too_slow(p, d)
     return ScenarioObservation({"waiting": decode}, {"waiting": prefill}, too_slow=too_slow)
 
 
@@ -212,9 +212,9 @@ def loading_past_lease(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEng
     if isinstance(held, str):
         return ScenarioObservation(unsupported=held)
     yield from pause(engines.lease_s * LEASES_WAITED)
-    too_slow = engines.too_slow(p, d)
     yield from engines.start_held_transfers(p, d, held[0])
     decode = yield from engines.finish_decode(d, *held)
+    too_slow = engines.too_slow(p, d)
     return ScenarioObservation({"loading": decode}, {"loading": prefill}, too_slow=too_slow)
 
 
@@ -273,7 +273,7 @@ def garbage_messages(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngin
             sent += sum(client.send(frames) for frames in chunk)
             client.send_raw(b"".join(chunk[0]))
             yield
-        yield from pause(engines.bench.scaled_seconds(DELIVERY_S))
+        yield from let_run(engines.bench.scaled_seconds(DELIVERY_S), p)
         client.close()
     found = ScenarioObservation(numbers={"sent": sent, "ports": len(ports), "learned": len(valid)})
     for name in ("stranger", "again"):

@@ -7,7 +7,6 @@ A transport that cannot cancel a read writes when P goes on. Over TCP NIXL is su
 
 from __future__ import annotations
 
-import os
 import time
 from functools import partial
 
@@ -18,8 +17,7 @@ from pytest_kvconform.rigs.peers.scenario_engines import (
     ScenarioObservation,
     loaded_within_step,
 )
-from pytest_kvconform.rigs.peers.stepping import SteppedEngine, Steps, pause, until
-from pytest_kvconform.rigs.processes.cores import Deadline
+from pytest_kvconform.rigs.peers.stepping import SteppedEngine, Steps, let_run, pause, until
 
 LIMIT, ABORT = "time_limit", "abort"  # why D no longer needs the load
 SLEEP_S = 2.5  # in which D may give up while P's process is stopped: longer than a load may take
@@ -54,14 +52,14 @@ def sleeping_peer(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) 
         begun = yield from _begins_load(d, request.id, bench.scaled_seconds(SLEEP_S))
         numbers["loads"] += begun is not None and begun.status == LOADING
         if why == ABORT:
-            yield from _let_run(bench.scaled_seconds(LOADING_S), d)
+            yield from let_run(bench.scaled_seconds(LOADING_S), d)
             d.queue("abort", request.id)  # D may stand in a step until P goes on
         if given_up := (yield from _is_gone(d, request.id, bench.scaled_seconds(SLEEP_S))):
             yield from _overwrite(engines, d)
         numbers[why] = float(given_up)
         p.resume()
         yield from engines.wait_until_gone(d, request.id, engines.limits.release)
-        yield from pause(bench.scaled_seconds(LATE_S))
+        yield from let_run(bench.scaled_seconds(LATE_S), p, d)
         yield from _overwrite(engines, d)
         audits += yield from d.call("audit")
         if why == LIMIT:
@@ -84,7 +82,7 @@ def shutdown_during_load(engines: ScenarioEngines, p: SteppedEngine, d: SteppedE
     yield from p.stop_process()
     request = yield from engines.add_decode(d, prefill)
     yield from _begins_load(d, request.id, bench.scaled_seconds(SLEEP_S))
-    yield from _let_run(bench.scaled_seconds(LOADING_S), d)  # until its threads or NIXL have begun to read
+    yield from let_run(bench.scaled_seconds(LOADING_S), d)  # until its threads or NIXL have begun to read
     d.paused = True
     if not (yield from until(lambda: not (d.pending or d.queued), d.deadline(bench.scaled_seconds(SLEEP_S)))):
         p.resume()
@@ -107,7 +105,7 @@ def shutdown_during_load(engines: ScenarioEngines, p: SteppedEngine, d: SteppedE
         numbers["early"] = float((yield from d.call("written_since_shutdown")))
     p.resume()
     if numbers["returned"]:
-        yield from _let_run(bench.scaled_seconds(LATE_S), p, d)
+        yield from let_run(bench.scaled_seconds(LATE_S), p, d)
         numbers["written"] = float((yield from d.call("written_since_shutdown")))
     d.end()
     return ScenarioObservation(decodes, numbers=numbers, raised=ending.answer or "")
@@ -127,7 +125,7 @@ def restarted_peer(
     began, interrupted = time.monotonic(), (yield from engines.add_decode(d, last))
     begins_s = BEGIN_S if loaded_within_step(met.trace) else SLEEP_S
     yield from _begins_load(d, interrupted.id, engines.bench.scaled_seconds(begins_s))
-    yield from _let_run(engines.bench.scaled_seconds(BEGIN_S), d)
+    yield from let_run(engines.bench.scaled_seconds(BEGIN_S), d)
     p.end()
     new = engines.start("P2b", after="P2")
     yield from new.call("usage")
@@ -173,15 +171,6 @@ def _begins_load(d: SteppedEngine, request_id: str, seconds: float) -> Steps:
             return trace.answer
         yield
     return None
-
-
-def _let_run(seconds: float, *engines: SteppedEngine) -> Steps:
-    """Let engines, and what steps them, run for so long. The time does not count in which they waited for a
-    core: what they are to do within it may take as long as that on a busy machine.
-    """
-    deadline = Deadline(seconds, (os.getpid(), *(engine.handle.process.pid for engine in engines)))
-    while not deadline.over():
-        yield
 
 
 def _is_gone(engine: SteppedEngine, request_id: str, seconds: float) -> Steps:

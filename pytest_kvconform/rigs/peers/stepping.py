@@ -238,6 +238,15 @@ def pause(seconds: float) -> Steps:
         yield
 
 
+def let_run(seconds: float, *engines: SteppedEngine) -> Steps:
+    """Let engines, and what steps them, run for so long. The time does not count in which they waited for a
+    core: what they are to do within it may take as long as that on a busy machine.
+    """
+    deadline = Deadline(seconds, (os.getpid(), *(engine.handle.process.pid for engine in engines)), look=True)
+    while not deadline.over():
+        yield
+
+
 @dataclass(frozen=True)
 class PeerScenario:
     """A scenario and its engines, by name. The first letter of a name is the role."""
