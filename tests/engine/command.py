@@ -60,7 +60,7 @@ class Command:
         self.process.wait(END_S)
         return self
 
-    def wait_for(self, word: str, seconds: float = 60.0) -> None:
+    def wait_for(self, word: str, seconds: float = END_S) -> None:
         """Until the word was printed, by pytest or by an engine."""
         deadline = time.monotonic() + seconds
         while word not in self.text and not any(word in text for text in self._logs()):
