@@ -32,7 +32,7 @@ def bench(scale: float) -> Any:
 @pytest.mark.parametrize(("scale", "stall"), [(0.4, 1.0), (1.0, 1.0), (3.0, 3.0)])
 def test_a_peer_stands_still_for_longer(monkeypatch: pytest.MonkeyPatch, scale: float, stall: float) -> None:
     paused: list[float] = []
-    monkeypatch.setattr(scenarios, "let_run", lambda seconds, d: iter(paused.append(seconds) or ()))
+    monkeypatch.setattr(scenarios, "let_run", lambda seconds, d, most: iter(paused.append(seconds) or ()))
 
     def nothing(*_: Any) -> Iterator[None]:
         yield

@@ -107,7 +107,7 @@ WRONG = [
         "ExpiresEarly",
         on(
             "expired_lease_frees_blocks",
-            r"request ([23]\.\d\d s after .*lease is 4|[4-7]\.\d\d s after .*lease is 8) s",
+            r"request ([23]\.\d\d s after .*lease is 4|[5-7]\.\d\d s after .*lease is 8) s",
         ),
     ),
     Wrong(

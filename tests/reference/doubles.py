@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import time
 from collections import Counter, deque
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -283,3 +284,11 @@ class WorkerEngine:
     def close(self) -> None:
         self.listener.close()
         self.worker.close()
+
+
+def until_it_reads(d: WorkerEngine, wire: Wire) -> None:
+    """Step D until it has met its peer and begun to read from it."""
+    deadline = time.monotonic() + 2 * PATIENCE_S
+    while not wire.reads:
+        assert time.monotonic() < deadline, "D reads nothing"
+        d.worker.advance()

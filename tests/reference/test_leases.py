@@ -20,7 +20,7 @@ from reference_connector.messages import (
     encode,
 )
 from reference_connector.peers import State
-from tests.reference.doubles import PATIENCE_S, Wire, WorkerEngine, request, scheduler
+from tests.reference.doubles import PATIENCE_S, Wire, WorkerEngine, request, scheduler, until_it_reads
 
 
 def test_p_ends_each_lease_once(make: Callable[..., WorkerEngine]) -> None:
@@ -46,8 +46,7 @@ def test_a_release_may_arrive_before_the_order_of_p_s_scheduler(make: Callable[.
 def test_renewed_leases_do_not_expire(make: Callable[..., WorkerEngine], wire: Wire) -> None:
     p, d = make("p", 7, kv_lease_duration=0.6), make("d", 0)
     d.worker.start(Orders(renewals=[Lease(p.address, 9)]))
-    while not wire.reads:  # D meets P
-        d.worker.results()
+    until_it_reads(d, wire)
     p.worker.start(Orders(leases={1: "kept", 2: "left"}))
     sent: set[str] = set()
     end = time.monotonic() + 1.5
@@ -143,8 +142,7 @@ def test_a_peer_stays_connected_while_a_notification_reads_from_it(
     p.worker.start(Orders(leases={1: "x", 2: "y"}))
     wire.late = 1 << 30
     d.worker.start(Orders(renewals=[Lease(p.address, 1)]))
-    while not wire.reads:
-        d.worker.results()
+    until_it_reads(d, wire)
     d.worker._peers._peers[p.address].state = State.BROKEN
     d.worker.start(Orders(releases=[Lease(p.address, 2)]))
     for _ in range(10):

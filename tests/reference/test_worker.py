@@ -14,7 +14,7 @@ from reference_connector.handshake import Listener
 from reference_connector.messages import Address, Lease, Orders
 from reference_connector.peers import State
 from reference_connector.worker import Results
-from tests.reference.doubles import BLOCKS, BYTES, PATIENCE_S, TOKENS, Wire, WorkerEngine
+from tests.reference.doubles import BLOCKS, BYTES, PATIENCE_S, TOKENS, Wire, WorkerEngine, until_it_reads
 
 
 def until(d: WorkerEngine, request: str = "r", steps: list[Results] | None = None) -> Results:
@@ -87,8 +87,7 @@ def test_a_lease_that_expires_during_the_read_fails_the_load(
     p.worker.start(Orders(leases={4: "x"}))
     wire.late = 5
     d.worker.start(Orders(loads={"r": p.load(4, [5, 6], [3, 4])}))
-    while not wire.reads:
-        d.worker.advance()
+    until_it_reads(d, wire)
     p.worker._leases._end([4])
     p.pool[:] = 9
     assert until(d).failed == {"r"}
@@ -165,8 +164,7 @@ def test_a_load_that_took_too_long_is_reported_when_its_read_has_ended(
     p, d = make("p", 7), make("d", 0, transfer_timeout=0.1)
     wire.stopped.add("p")
     d.worker.start(Orders(loads={"r": p.load(1, [5, 6], [3, 4])}))
-    while not wire.reads:  # D meets P
-        d.worker.results()
+    until_it_reads(d, wire)
     deadline = time.monotonic() + 0.4
     while time.monotonic() < deadline:
         assert not d.worker.results().received
@@ -201,8 +199,7 @@ def test_no_peer_is_disconnected_while_a_read_from_it_is_in_progress(
     p, d = make("p", 7), make("d", 0, transfer_timeout=0.1)
     wire.stopped.add("p")
     d.worker.start(Orders(loads={"r": p.load(1, [5, 6], [3, 4])}))
-    while not wire.reads:
-        d.worker.results()
+    until_it_reads(d, wire)
     d.worker._peers._peers[p.address].state = State.BROKEN
     d.worker.start(Orders(loads={"other": p.load(2, [5, 6], [1, 2])}))
     assert until(d, "other").failed == {"other"}, "it waits for the peer no longer than its time limit"
@@ -217,8 +214,7 @@ def test_a_worker_that_is_closed_waits_for_its_reads(
     p, d = make("p", 7), make("d", 0)
     wire.late = 50
     d.worker.start(Orders(loads={"r": p.load(1, [5, 6], [3, 4])}))
-    while not wire.reads:
-        d.worker.results()
+    until_it_reads(d, wire)
     d.worker.close()
     assert wire.reads[0].state == "done" and wire.reads[0].released
     wire.reads.clear()
@@ -226,8 +222,7 @@ def test_a_worker_that_is_closed_waits_for_its_reads(
     monkeypatch.setattr(worker_module, "CLOSING_S", 0.1)
     wire.stopped.add("p")
     d.worker.start(Orders(loads={"r": p.load(1, [5, 6], [3, 4])}))
-    while not wire.reads:
-        d.worker.results()
+    until_it_reads(d, wire)
     d.worker.close()
     assert not wire.reads[0].released
 

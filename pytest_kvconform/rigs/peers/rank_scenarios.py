@@ -25,7 +25,7 @@ RANKS = ("P9", "D9")  # the engines
 # Why D loads nothing: its request is aborted before it is scheduled, or while it waits for a block; D's
 # prefix cache has the whole prompt; the request must not read the prefix cache.
 UNREAD = ("waiting", "asked", "whole", "dropped")
-LOOKED_S = 0.5  # of a look whether P has freed blocks
+LOOKED_S = 0.5  # for which P is watched at least before it is said that it still holds blocks
 AWHILE_S = 0.2  # engines step often enough in this time for whatever else is to happen
 
 
@@ -101,9 +101,10 @@ def nothing_to_load(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine
     """P computes prompts of which D loads nothing, each for another reason (`UNREAD`).
 
     `numbers`: reason -> seconds until P no longer holds the request; negative: so many seconds later P still
-    held it; the lease: nobody looked for LOOKED_S before it was nearly over.
+    held it; the lease: it was nearly over before P had been watched for LOOKED_S.
     """
     met = yield from engines.decode(d, (yield from engines.prefill(p)))
+    looked = min(LOOKED_S, engines.lease_s * KEPT / 4)
     decodes, numbers, length = {}, {}, engines.length // BLOCK * BLOCK + 1
     p.longest_gap = d.longest_gap = 0.0
     for why in unread(engines.bench.context.settings.matrix):
@@ -127,7 +128,7 @@ def nothing_to_load(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine
         held = prefill.added + engines.lease_s * KEPT - time.monotonic()
         freed = yield from engines.wait_until_freed(p, prefill, min(held, engines.limits.release))
         so_far = (freed or time.monotonic()) - prefill.added
-        numbers[why] = so_far if freed else -so_far if held > LOOKED_S else engines.lease_s
+        numbers[why] = so_far if freed else -so_far if held > looked else engines.lease_s
         if why == "waiting":
             yield from d.call("pause", False)
     return ScenarioObservation({"met": met, **decodes}, numbers=numbers, too_slow=engines.too_slow(p, d))

@@ -334,13 +334,14 @@ class ScenarioEngines:
             yield
         return freed
 
-    def too_slow(self, p: SteppedEngine, d: SteppedEngine) -> str:
+    def too_slow(self, p: SteppedEngine, d: SteppedEngine, decode: DecodeResult | None = None) -> str:
         """Return why a lease cannot be tested, or "".
 
-        Engines took no step for a good part of the lease, and so no heartbeat was sent or read.
+        Engines took no step for a good part of the lease, so that no heartbeat was sent or read. `decode`: a
+        request of D, which may stand in a step that loads. D must have waited for a core meanwhile, too.
         """
         longest = sum(max(engine.longest_gap, time.monotonic() - engine.stepped_at) for engine in (p, d))
-        if longest < self.lease_s * KEPT:
+        if longest < self.lease_s * KEPT or (decode and decode.core_wait < self.lease_s * KEPT / 2):
             return ""
         return (
             f"engines were not stepped for {longest:.1f} s, and the lease is {self.lease_s:.0f} s: "

@@ -25,7 +25,7 @@ LOADING_S = 0.5  # before D aborts the request, or shuts down
 LOADING = "WAITING_FOR_REMOTE_KVS"  # vLLM's status of a request whose load is under way
 IN_STEP = "D stands in a step until P goes on, so that it cannot shut down during a load"
 LATE_S = 0.5  # in which D writes what is still to come
-BEGIN_S = 0.3  # in which a load that D has begun reaches P's process
+BEGIN_S = 0.3  # in which a load that D has begun reaches P's machine
 BACK_OFF_S = 10.0  # for which D may compute what it could load, after a failure
 BETWEEN_S = 0.5  # two prompts of such a D
 
@@ -123,8 +123,7 @@ def restarted_peer(
     last = yield from engines.prefill(p)
     yield from p.stop_process()
     began, interrupted = time.monotonic(), (yield from engines.add_decode(d, last))
-    begins_s = BEGIN_S if loaded_within_step(met.trace) else SLEEP_S
-    yield from _begins_load(d, interrupted.id, engines.bench.scaled_seconds(begins_s))
+    yield from _begins_load(d, interrupted.id, engines.bench.scaled_seconds(SLEEP_S))
     yield from let_run(engines.bench.scaled_seconds(BEGIN_S), d)
     p.end()
     new = engines.start("P2b", after="P2")

@@ -238,12 +238,15 @@ def pause(seconds: float) -> Steps:
         yield
 
 
-def let_run(seconds: float, *engines: SteppedEngine) -> Steps:
+def let_run(seconds: float, *engines: SteppedEngine, most: float = math.inf) -> Steps:
     """Let engines, and what steps them, run for so long. The time does not count in which they waited for a
     core: what they are to do within it may take as long as that on a busy machine.
+
+    `most`: seconds of the clock after which it ends all the same.
     """
     deadline = Deadline(seconds, (os.getpid(), *(engine.handle.process.pid for engine in engines)), look=True)
-    while not deadline.over():
+    end = time.monotonic() + most
+    while not deadline.over() and time.monotonic() < end:
         yield
 
 

@@ -36,11 +36,11 @@ class NeverExpires(Right):
 
 
 class ExpiresEarly(Right):
-    """P's lease is half as long as configured."""
+    """P's lease is a third shorter than configured."""
 
     def prepare_scheduler(self, scheduler: Any, lease_s: float) -> None:
-        scheduler._kv_lease_duration = 0.5 * lease_s
-        super().prepare_scheduler(scheduler, 0.5 * lease_s)
+        scheduler._kv_lease_duration = 0.65 * lease_s
+        super().prepare_scheduler(scheduler, 0.65 * lease_s)
 
 
 class HearsLateReaders(TrustsLeases):

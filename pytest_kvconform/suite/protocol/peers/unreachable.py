@@ -211,8 +211,8 @@ def start_load_kv_does_not_wait_for_p(bench: Bench, variant: str) -> Evidence:
     if longest >= stall / 2:
         if noise >= stall / 4:
             raise Blocked(
-                f"this machine was too slow: start_load_kv takes {noise:.2f} s even if P is not stopped, so "
-                "the measurement shows nothing"
+                f"start_load_kv takes {noise:.2f} s on this machine even if P is not stopped, so the "
+                "measurement shows nothing"
             )
         raise violation(
             "KV-PEER-005",
