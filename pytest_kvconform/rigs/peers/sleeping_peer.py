@@ -52,7 +52,7 @@ def sleeping_peer(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) 
         begun = yield from _begins_load(d, request.id, bench.scaled_seconds(SLEEP_S))
         numbers["loads"] += begun is not None and begun.status == LOADING
         if why == ABORT:
-            yield from let_run(bench.scaled_seconds(LOADING_S), d)
+            yield from _load(engines, d)
             d.queue("abort", request.id)  # D may stand in a step until P goes on
         if given_up := (yield from _is_gone(d, request.id, bench.scaled_seconds(SLEEP_S))):
             yield from _overwrite(engines, d)
@@ -82,7 +82,7 @@ def shutdown_during_load(engines: ScenarioEngines, p: SteppedEngine, d: SteppedE
     yield from p.stop_process()
     request = yield from engines.add_decode(d, prefill)
     yield from _begins_load(d, request.id, bench.scaled_seconds(SLEEP_S))
-    yield from let_run(bench.scaled_seconds(LOADING_S), d)  # until its threads or NIXL have begun to read
+    yield from _load(engines, d)
     d.paused = True
     if not (yield from until(lambda: not (d.pending or d.queued), d.deadline(bench.scaled_seconds(SLEEP_S)))):
         p.resume()
@@ -154,6 +154,12 @@ def first_load(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) -> 
         if decode.finish != "length" or decode.trace.external_tokens or deadline.over():
             return decode
         yield from pause(BETWEEN_S)
+
+
+def _load(engines: ScenarioEngines, d: SteppedEngine) -> Steps:
+    """Let D load until its threads or NIXL have begun to read. Its patience with P ends by the clock."""
+    seconds = engines.bench.scaled_seconds(LOADING_S)
+    yield from let_run(seconds, d, most=3 * seconds)
 
 
 def _begins_load(d: SteppedEngine, request_id: str, seconds: float) -> Steps:
