@@ -252,6 +252,11 @@ def test_a_right_connector_passes(
     assert (run.verdict.word, run.verdict.exit_code) == ("CONFORMS", 0)
 
 
+def test_a_load_may_be_ordered_in_parts(run_cases: Callable[..., CellRun]) -> None:
+    run = run_cases("OrdersStatesLater", "qwen3_5_35b_a3b", "P2D2", only=of(HITS))
+    assert set(run.outcomes.values()) == {"PASS"}, run.findings
+
+
 def test_a_request_may_wait_for_the_load_of_another_one(run_cases: Callable[..., CellRun]) -> None:
     run = run_cases("LetsItsTwinGo", "llama3_1_8b", "P1D1", only=of(ABORTS))
     assert set(run.outcomes.values()) == {"PASS"}, run.findings

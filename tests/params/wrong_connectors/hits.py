@@ -48,6 +48,29 @@ class LeavesStatesOut(Right):
             self.half._reqs_need_recv[request.request_id] = request, ids, counts, waits
 
 
+class OrdersStatesLater(Right):
+    """No mistake: orders the states of a load in the step after the one that orders its attention blocks."""
+
+    later: dict[str, Any]  # request -> what of its order is due in the next step
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        specs = [group.kv_cache_spec for group in self._kv_cache_config.kv_cache_groups]
+        orders, due, self.later = self.half._reqs_need_recv, getattr(self, "later", {}), {}
+        for name, (request, ids, counts, waits) in list(orders.items()):
+            if any(ids):
+                of_states, others = (
+                    tuple(
+                        list(group) if isinstance(spec, MambaSpec) == wanted else []
+                        for spec, group in zip(specs, ids, strict=True)
+                    )
+                    for wanted in (True, False)
+                )
+                orders[name] = request, others, counts, waits
+                self.later[name] = request, of_states, counts, waits
+        orders.update({name: order for name, order in due.items() if not order[0].is_finished()})
+        return super().build_connector_meta(scheduler_output)
+
+
 class LoadsTheLastToken(Right):
     """D does not know that P stops before the last token."""
 
