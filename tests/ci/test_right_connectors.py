@@ -112,6 +112,8 @@ def test_a_run_is_kept_for_the_page(
         "day": "2026-11-26",
     }
     script.keep("amount.Threshold", report)
+    report["verdict"] = {"word": "HARNESS", "counts": {"HARNESS": 4}}  # nothing about the connector
+    script.keep("amount.Threshold", report)
     kept = {"verdict": "CONFORMS", "counts": {"PASS": 3}, "vllm": "0.32.0", "day": "2026-11-26"}
     assert json.loads(script.RUNS.read_text()) == {"amount.Threshold": {"quick": kept, "full": {}}}
 
