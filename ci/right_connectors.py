@@ -85,7 +85,7 @@ def run(one: str, entry: dict[str, Any], out: Path, arguments: list[str]) -> tup
 
 
 def keep(one: str, report: dict[str, Any]) -> None:
-    """Write what came out of a run into docs/right_connectors.json, unless suite or machine failed."""
+    """Write what came out of a run into docs/right_connectors.json, unless its verdict is HARNESS."""
     if report["verdict"]["word"] == "HARNESS":
         return
     runs = json.loads(RUNS.read_bytes())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ from pytest_kvconform.rigs.engine.messages import Trace
 from pytest_kvconform.rigs.peers import bench as peer_bench
 from pytest_kvconform.rigs.peers import stepping
 from pytest_kvconform.rigs.peers.bench import PeerBench, is_late
-from pytest_kvconform.rigs.peers.scenario_engines import DecodeResult, ScenarioObservation
+from pytest_kvconform.rigs.peers.scenario_engines import DecodeResult, ScenarioEngines, ScenarioObservation
 from pytest_kvconform.rigs.peers.stepping import SteppedEngine
 from pytest_kvconform.rigs.processes import cores
 from pytest_kvconform.suite import _peer_observations
@@ -177,6 +178,39 @@ def test_an_engine_and_what_steps_it_say_how_long_they_waited_for_a_core(
         clock["now"], clock["waited"] = clock["now"] + seconds, clock["waited"] + waited
         waits.append(round(engine.core_wait(), 6))
     assert waits == [0.0, 4.0, 4.0]
+
+
+@pytest.mark.parametrize(
+    ("starved", "most", "lasts"), [(0.0, math.inf, 1.0), (0.25, math.inf, 2.0), (0.25, 1.5, 1.5)]
+)
+def test_engines_run_for_seconds_in_which_they_have_a_core(
+    monkeypatch: pytest.MonkeyPatch, starved: float, most: float, lasts: float
+) -> None:
+    """`starved`: the part of the time for which each of two processes waits for a core."""
+    clock = SimpleNamespace(monotonic=lambda: clock.now, now=0.0)
+    for module in (stepping, cores):
+        monkeypatch.setattr(module, "time", clock)
+    waits = {"1": {"1": 0.0}, "2": {"1": 0.0}}
+    monkeypatch.setattr(
+        cores, "core_waits", lambda pids: {p: dict.fromkeys(w, starved * clock.now) for p, w in waits.items()}
+    )
+    engine: Any = SimpleNamespace(handle=SimpleNamespace(process=SimpleNamespace(pid=1)))
+    for _ in stepping.let_run(1.0, engine, most=most):
+        clock.now += 0.05
+    assert clock.now == pytest.approx(lasts, abs=0.3)
+
+
+@pytest.mark.parametrize(
+    ("gap", "waited", "slow"),
+    [(2.5, math.inf, True), (2.0, math.inf, False), (2.5, 1.3, True), (2.5, 1.0, False)],
+)
+def test_a_lease_cannot_be_tested_if_engines_were_not_stepped(gap: float, waited: float, slow: bool) -> None:
+    """Of a lease of 4 s. While D loads it may stand in a step: then it must have waited for a core, too."""
+    engines: Any = SimpleNamespace(lease_s=4)
+    p: Any = SimpleNamespace(longest_gap=gap, stepped_at=math.inf)
+    d: Any = SimpleNamespace(longest_gap=0.0, stepped_at=math.inf)
+    said = ScenarioEngines.too_slow(engines, p, d, waited)
+    assert said.startswith("engines were not stepped for 2.5 s") if slow else said == ""
 
 
 def first_of_another_d(took: float, external_tokens: int = 48) -> DecodeResult:

@@ -31,8 +31,10 @@ def bench(scale: float) -> Any:
 
 @pytest.mark.parametrize(("scale", "stall"), [(0.4, 1.0), (1.0, 1.0), (3.0, 3.0)])
 def test_a_peer_stands_still_for_longer(monkeypatch: pytest.MonkeyPatch, scale: float, stall: float) -> None:
-    paused: list[float] = []
-    monkeypatch.setattr(scenarios, "let_run", lambda seconds, d, most: iter(paused.append(seconds) or ()))
+    paused: list[tuple[float, float]] = []
+    monkeypatch.setattr(
+        scenarios, "let_run", lambda seconds, d, most: iter(paused.append((seconds, most)) or ())
+    )
 
     def nothing(*_: Any) -> Iterator[None]:
         yield
@@ -49,7 +51,7 @@ def test_a_peer_stands_still_for_longer(monkeypatch: pytest.MonkeyPatch, scale: 
     p: Any = SimpleNamespace(stop_process=nothing, resume=lambda: None, queue=lambda *_: None)
     for _ in scenarios.stopped_peer(engines, p, p):
         pass
-    assert paused == [stall, stall]  # while they meet, and while one reads
+    assert paused == 2 * [(stall, 1.5 * stall)]  # while they meet, and while one reads
 
 
 @pytest.mark.parametrize(("scale", "limit"), [(0.4, 1.0), (1.0, 1.0), (3.0, 3.0)])

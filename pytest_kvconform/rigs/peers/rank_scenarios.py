@@ -25,7 +25,7 @@ RANKS = ("P9", "D9")  # the engines
 # Why D loads nothing: its request is aborted before it is scheduled, or while it waits for a block; D's
 # prefix cache has the whole prompt; the request must not read the prefix cache.
 UNREAD = ("waiting", "asked", "whole", "dropped")
-LOOKED_S = 0.5  # for which P is watched at least before it is said that it still holds blocks
+LOOKED_S = 0.5  # of a lease: with less left nobody can say that P still holds blocks
 AWHILE_S = 0.2  # engines step often enough in this time for whatever else is to happen
 
 
@@ -101,7 +101,7 @@ def nothing_to_load(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine
     """P computes prompts of which D loads nothing, each for another reason (`UNREAD`).
 
     `numbers`: reason -> seconds until P no longer holds the request; negative: so many seconds later P still
-    held it; the lease: it was nearly over before P had been watched for LOOKED_S.
+    held it; the lease: too little of it was left to look.
     """
     met = yield from engines.decode(d, (yield from engines.prefill(p)))
     looked = min(LOOKED_S, engines.lease_s * KEPT / 4)
@@ -142,11 +142,11 @@ def aborted_during_load(
     held = yield from engines.add_decode_with_faults(p, d, prefill, faults)
     if isinstance(held, str):
         return ScenarioObservation(unsupported=held)
-    request, _ = held
+    request, awhile = held[0], engines.bench.scaled_seconds(AWHILE_S)
     if faults.ranks:
-        yield from let_run(engines.bench.scaled_seconds(AWHILE_S), p, d)  # the others report
+        yield from let_run(awhile, p, d, most=3 * awhile)  # the others report
     yield from d.call("abort", request.id)
-    yield from let_run(engines.bench.scaled_seconds(AWHILE_S), p, d)
+    yield from let_run(awhile, p, d, most=3 * awhile)
     before, while_held = (yield from d.call("usage")), (yield from d.call("rank_observations"))
     yield from engines.start_held_transfers(p, d, request)
     after = yield from engines.wait_until_empty(d)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -334,14 +335,14 @@ class ScenarioEngines:
             yield
         return freed
 
-    def too_slow(self, p: SteppedEngine, d: SteppedEngine, decode: DecodeResult | None = None) -> str:
+    def too_slow(self, p: SteppedEngine, d: SteppedEngine, waited: float = math.inf) -> str:
         """Return why a lease cannot be tested, or "".
 
-        Engines took no step for a good part of the lease, so that no heartbeat was sent or read. `decode`: a
-        request of D, which may stand in a step that loads. D must have waited for a core meanwhile, too.
+        Engines took no step for a good part of the lease, so that no heartbeat was sent or read. `waited`:
+        seconds for which D waited for a core while it loaded; else it stood in a step of its own accord.
         """
         longest = sum(max(engine.longest_gap, time.monotonic() - engine.stepped_at) for engine in (p, d))
-        if longest < self.lease_s * KEPT or (decode and decode.core_wait < self.lease_s * KEPT / 2):
+        if longest < self.lease_s * KEPT or waited < self.lease_s * KEPT / 2:
             return ""
         return (
             f"engines were not stepped for {longest:.1f} s, and the lease is {self.lease_s:.0f} s: "

@@ -110,7 +110,7 @@ def stopped_peer(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) -
         own = engines.make_request(engines.new_prompt(), "d", None)
         d.queue("add", own)  # D may stand in a step until P goes on
         stall = engines.bench.scaled_seconds(STALL_S)
-        yield from let_run(stall, d, most=1.5 * stall)  # no longer: connectors count it by the clock
+        yield from let_run(stall, d, most=1.5 * stall)  # connectors count by the clock how long P is silent
         numbers[f"{what}_to"] = time.monotonic()
         p.resume()
         decodes[what] = yield from engines.finish_decode(d, request, added)
@@ -198,10 +198,10 @@ def queued_past_lease(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngi
     yield from d.call("keep_in_queue", request.id)
     yield from d.call("add", request)
     yield from pause(engines.lease_s * LEASES_WAITED)
-    too_slow = engines.too_slow(p, d)
+    too_slow, waited = engines.too_slow(p, d), d.core_wait()
     yield from d.call("let_schedule", request.id)
     decode = yield from engines.finish_decode(d, request, added)
-    too_slow = too_slow or engines.too_slow(p, d, decode)
+    too_slow = too_slow or engines.too_slow(p, d, d.core_wait() - waited)
     return ScenarioObservation({"waiting": decode}, {"waiting": prefill}, too_slow=too_slow)
 
 
@@ -214,10 +214,10 @@ def loading_past_lease(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEng
     if isinstance(held, str):
         return ScenarioObservation(unsupported=held)
     yield from pause(engines.lease_s * LEASES_WAITED)
-    too_slow = engines.too_slow(p, d)
+    too_slow, waited = engines.too_slow(p, d), d.core_wait()
     yield from engines.start_held_transfers(p, d, held[0])
     decode = yield from engines.finish_decode(d, *held)
-    too_slow = too_slow or engines.too_slow(p, d, decode)
+    too_slow = too_slow or engines.too_slow(p, d, d.core_wait() - waited)
     return ScenarioObservation({"loading": decode}, {"loading": prefill}, too_slow=too_slow)
 
 

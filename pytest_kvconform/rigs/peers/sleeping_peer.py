@@ -123,8 +123,10 @@ def restarted_peer(
     last = yield from engines.prefill(p)
     yield from p.stop_process()
     began, interrupted = time.monotonic(), (yield from engines.add_decode(d, last))
-    yield from _begins_load(d, interrupted.id, engines.bench.scaled_seconds(SLEEP_S))
-    yield from let_run(engines.bench.scaled_seconds(BEGIN_S), d)
+    seconds = engines.bench.scaled_seconds(BEGIN_S)
+    limit = seconds if loaded_within_step(met.trace) else engines.bench.scaled_seconds(SLEEP_S)
+    yield from _begins_load(d, interrupted.id, limit)
+    yield from let_run(seconds, d, most=3 * seconds)
     p.end()
     new = engines.start("P2b", after="P2")
     yield from new.call("usage")
@@ -157,9 +159,12 @@ def first_load(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) -> 
 
 
 def _load(engines: ScenarioEngines, d: SteppedEngine) -> Steps:
-    """Let D load until its threads or NIXL have begun to read. Its patience with P ends by the clock."""
+    """Let D load until its threads or NIXL have begun to read.
+
+    A connector's patience with P, and the limit of a load (LOAD_S), end by the clock. This ends before.
+    """
     seconds = engines.bench.scaled_seconds(LOADING_S)
-    yield from let_run(seconds, d, most=3 * seconds)
+    yield from let_run(seconds, d, most=1.5 * seconds)
 
 
 def _begins_load(d: SteppedEngine, request_id: str, seconds: float) -> Steps:

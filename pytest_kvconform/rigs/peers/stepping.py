@@ -242,7 +242,7 @@ def let_run(seconds: float, *engines: SteppedEngine, most: float = math.inf) -> 
     """Let engines, and what steps them, run for so long. The time does not count in which they waited for a
     core: what they are to do within it may take as long as that on a busy machine.
 
-    `most`: seconds of the clock after which it ends all the same.
+    `most`: the wait ends after so many seconds of the clock.
     """
     deadline = Deadline(seconds, (os.getpid(), *(engine.handle.process.pid for engine in engines)), look=True)
     end = time.monotonic() + most

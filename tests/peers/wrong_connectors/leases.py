@@ -36,7 +36,7 @@ class NeverExpires(Right):
 
 
 class ExpiresEarly(Right):
-    """P's lease is a third shorter than configured."""
+    """P's lease is about a third shorter than configured."""
 
     def prepare_scheduler(self, scheduler: Any, lease_s: float) -> None:
         scheduler._kv_lease_duration = 0.65 * lease_s

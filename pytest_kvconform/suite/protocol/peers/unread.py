@@ -41,7 +41,7 @@ def _p_frees(bench: Bench, why: str, rule: str) -> Evidence:
     if observed.numbers[why] >= (lease := bench.peers.lease_s):
         raise Blocked(
             observed.too_slow
-            or f"the lease of {lease:.0f} s was nearly over before it could be seen whether P is free: "
+            or f"the lease of {lease:.0f} s was over, or nearly, before it could be seen whether P is free: "
             "--kv-timeout-scale makes it longer"
         )
     if observed.numbers[why] < 0:
