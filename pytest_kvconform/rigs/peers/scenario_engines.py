@@ -339,7 +339,7 @@ class ScenarioEngines:
         """Return why a lease cannot be tested, or "".
 
         Engines took no step for a good part of the lease, so that no heartbeat was sent or read. `waited`:
-        seconds for which D waited for a core while it loaded; else it stood in a step of its own accord.
+        seconds for which D waited for a core while it loaded. Without them the connector held up D's step.
         """
         longest = sum(max(engine.longest_gap, time.monotonic() - engine.stepped_at) for engine in (p, d))
         if longest < self.lease_s * KEPT or waited < self.lease_s * KEPT / 2:

@@ -239,10 +239,10 @@ def pause(seconds: float) -> Steps:
 
 
 def let_run(seconds: float, *engines: SteppedEngine, most: float = math.inf) -> Steps:
-    """Let engines, and what steps them, run for so long. The time does not count in which they waited for a
-    core: what they are to do within it may take as long as that on a busy machine.
+    """Let engines, and this process that steps them, run for so many seconds. Time in which they waited for a
+    core does not count, so that a busy machine leaves them as much time as an idle one.
 
-    `most`: the wait ends after so many seconds of the clock.
+    `most`: seconds of the clock after which the wait ends in any case.
     """
     deadline = Deadline(seconds, (os.getpid(), *(engine.handle.process.pid for engine in engines)), look=True)
     end = time.monotonic() + most
