@@ -6,14 +6,16 @@ Tests of what it changes, and that it changes nothing else.
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
 from pytest_kvconform.rigs.peers import faulty_nixl
-from pytest_kvconform.rigs.peers.faulty_nixl import FaultReport, FaultyAgent
+from pytest_kvconform.rigs.peers.faulty_nixl import FaultyAgent
+from pytest_kvconform.rigs.peers.messages import FaultReport
 from pytest_kvconform.rigs.scenario import LATE, NEVER, POLL, POST, REVERSED, STATUS, TWICE, Faults
 from pytest_kvconform.rigs.vllm_setup import nixl_agents
 from tests.reference.nixl.test_nixl import EXPECTED as MEASURED
@@ -22,7 +24,7 @@ from tests.reference.nixl.test_nixl import EXPECTED as MEASURED
 class Real:
     """A transfer that was begun is made at once; what others send lies in `inbox`."""
 
-    def __init__(self, name: str):
+    def __init__(self, name: str, nixl_conf: Any = None):
         self.name, self.begun, self.released = name, list[Any](), list[Any]()
         self.inbox: list[bytes] = []
         self.notifs: dict[str, list[bytes]] = {}
@@ -176,6 +178,46 @@ def test_progress_serves_peers_and_keeps_what_they_say(agent: Callable[..., Any]
     faulty_nixl.progress()
     one.inbox = [b"late"]
     assert heard(one, 1) == [[b"early", b"late"]]
+
+
+def test_an_agent_ends_when_its_connector_forgets_it_and_what_it_did_stays_counted(
+    agent: Callable[..., Any],
+) -> None:
+    class Handle:
+        """That of a transfer."""
+
+    one, handle = agent(Faults(hold=2, transfers=(1,))), Handle()
+    one.transfer(handle)
+    one.transfer(Handle())
+    ends, ends_of_handle = weakref.ref(one), weakref.ref(handle)
+    del handle
+    one.begun.clear()  # of the stand-in
+    assert ends_of_handle() is None  # no fault changes the first transfer
+    del one
+    assert ends() is None and faulty_nixl.agents_left() == 0
+    assert faulty_nixl.fault_report() == FaultReport(agents=1, transfers=2, changed=1)
+    assert faulty_nixl.begun_and_ended() == (2, 0)
+
+
+@pytest.mark.parametrize(
+    ("config", "goes_on"),
+    [
+        (None, True),  # NIXL's default is a thread
+        (SimpleNamespace(wants_progress_thread=True), True),
+        (SimpleNamespace(wants_progress_thread=False), False),
+        (SimpleNamespace(), False),  # on a GPU: the agent has the thread itself, if it is to have one
+    ],
+)
+def test_an_agent_that_is_left_goes_on_if_it_would_have_a_thread(
+    monkeypatch: pytest.MonkeyPatch, config: Any, goes_on: bool
+) -> None:
+    monkeypatch.setattr(faulty_nixl, "_active", faulty_nixl._ActiveFaults())
+    one = type("agent", (FaultyAgent, Real), {"real": Real})("a", config)
+    one.inbox = [b"x"]
+    faulty_nixl.progress(only_left=True)
+    assert (one.inbox == []) == goes_on
+    faulty_nixl.progress()
+    assert one.inbox == []
 
 
 def test_every_module_that_refers_to_the_agent_gets_the_one_that_obeys(

@@ -15,7 +15,7 @@ from pytest_kvconform.rigs.engine.handle import EngineFailed, hook_calls
 from pytest_kvconform.rigs.engine.pairs import EnginePairs
 from pytest_kvconform.rigs.engine.release import SOON_S, is_full, seconds_to_wait, until_quiet
 from pytest_kvconform.rigs.peers.faulty_engine import FaultyEngineHandle
-from pytest_kvconform.rigs.peers.faulty_nixl import FaultReport
+from pytest_kvconform.rigs.peers.messages import FaultReport
 from pytest_kvconform.rigs.peers.sleeping_peer import BACK_OFF_S, BETWEEN_S
 from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.scenario import (

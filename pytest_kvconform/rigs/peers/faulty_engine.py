@@ -15,7 +15,7 @@ from pytest_kvconform.rigs.bytes.process import ByteEngineProcess
 from pytest_kvconform.rigs.engine import process as engine_process
 from pytest_kvconform.rigs.engine.messages import Step
 from pytest_kvconform.rigs.peers import faulty_nixl, rank_faults
-from pytest_kvconform.rigs.peers.faulty_nixl import FaultReport
+from pytest_kvconform.rigs.peers.messages import FaultReport
 from pytest_kvconform.rigs.scenario import Faults
 
 

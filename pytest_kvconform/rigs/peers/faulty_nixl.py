@@ -5,7 +5,7 @@ Transfers are late or fail. Notifications arrive twice, late, reversed or never.
 `install` replaces the real `nixl_agent` by a subclass wherever a loaded module refers to it, and where
 modules that are imported later will find it. Only the real agent moves bytes. The subclass changes when a
 transfer is begun, which state it reports, and which notifications it delivers. Without faults (`set_faults`)
-it changes nothing.
+it changes nothing. An agent lives as long as its connector refers to it: its end stops its reads.
 
 NIXL's Python API is that of nixl 1.5 (nixl/_api.py: transfer, check_xfer_state, release_xfer_handle,
 get_new_notifs, update_notifs, check_remote_xfer_done). Time is counted in rounds: a round of a transfer is a
@@ -16,41 +16,15 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
+from pytest_kvconform.rigs.peers.messages import FaultReport
 from pytest_kvconform.rigs.scenario import NEVER, POLL, POST, REVERSED, TWICE, Faults
 from pytest_kvconform.rigs.vllm_setup.nixl_agents import replace_agent_class
-
-
-class LoadReport(msgspec.Struct, frozen=True):
-    """How far the transfers of one rank were when its worker half reported a load as finished."""
-
-    rank: int
-    request: str
-    begun: int  # transfers that the connector had begun
-    ended: int  # of these, those that had ended, and of which the connector had been told so
-
-
-class FaultReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What the faults did on one rank."""
-
-    agents: int = 0  # agents that the connector has made; 0: it does not use NIXL
-    hooks: int = 0  # worker halves that have `kvconform_fault`, see rank_faults.py
-    transfers: int = 0  # transfers begun since `set_faults`
-    changed: int = 0  # of these, held, delayed or failed
-    failed: int = 0  # of these, failed
-    notifications: int = 0  # notifications that the faults changed
-    # Transfers not begun yet, failed ones that may still write, notifications that are not due yet.
-    pending: int = 0
-    loads: tuple[LoadReport, ...] = ()  # reported as finished since `set_faults`
-
-    def __add__(self, other: FaultReport) -> FaultReport:
-        return FaultReport(
-            **{name: getattr(self, name) + getattr(other, name) for name in FaultReport.__struct_fields__}
-        )
 
 
 @dataclass
@@ -73,12 +47,26 @@ NOTHING = Faults()
 
 
 @dataclass
+class _Counts:
+    """What one agent did since the faults were set."""
+
+    begun: int = 0
+    changed: int = 0
+    failed: int = 0
+    notifications: int = 0  # that the faults changed
+    # Ids of the transfers of which the connector does not know the end. A handle would keep its agent alive.
+    open: set[int] = field(default_factory=set)
+
+
+@dataclass
 class _ActiveFaults:
     """The faults of this process."""
 
     transfers: tuple[Faults, ...] = ()
     notifications: Faults = NOTHING
-    agents: list[FaultyAgent] = field(default_factory=list)
+    agents: weakref.WeakSet[FaultyAgent] = field(default_factory=weakref.WeakSet)
+    made: int = 0  # agents, those that are gone included
+    counts: list[_Counts] = field(default_factory=list)  # of these, too
 
     def of_transfer(self, number: int) -> Faults | None:
         """The first fault for the transfer of this number."""
@@ -103,26 +91,22 @@ class FaultyAgent:
         self._waiting: list[tuple[int, str, bytes]] = []  # round at which it is due, sender, message
         self._undelivered: dict[str, list[bytes]] = {}  # what `_progress` received
         self._lock = threading.RLock()
-        self._reset_counters()
+        self._count_anew()
+        config = kwargs.get("nixl_conf", args[1] if len(args) > 1 else None)
+        self._wants_thread = config is None or getattr(config, "wants_progress_thread", False)
         self.real.__init__(self, *args, **kwargs)
-        _active.agents.append(self)
+        _active.agents.add(self)
+        _active.made += 1
 
-    def _reset_counters(self) -> None:
-        """Set the counters to 0."""
-        self._begun = self._changed = self._failed = self._notifications_changed = 0
-        self._open: set[Any] = set()  # handles of transfers of which the connector does not know the end
+    def _count_anew(self) -> None:
+        self._counts = _Counts()
+        _active.counts.append(self._counts)
 
-    def _fault_report(self) -> FaultReport:
+    def _pending(self) -> int:
+        """Transfers that may still write, and notifications that are not due yet."""
         with self._lock:
             open_transfers = sum(self._may_still_write(transfer) for transfer in self._transfers.values())
-            return FaultReport(
-                agents=1,
-                transfers=self._begun,
-                changed=self._changed,
-                failed=self._failed,
-                notifications=self._notifications_changed,
-                pending=open_transfers + sum(due > self._rounds for due, _, _ in self._waiting),
-            )
+            return open_transfers + sum(due > self._rounds for due, _, _ in self._waiting)
 
     def _may_still_write(self, transfer: _FaultyTransfer) -> bool:
         """Whether the transfer may still write."""
@@ -141,15 +125,15 @@ class FaultyAgent:
 
     def transfer(self, handle: Any, notif_msg: bytes = b"") -> Any:
         with self._lock:
-            faults = _active.of_transfer(self._begun)
-            self._begun += 1
+            faults = _active.of_transfer(self._counts.begun)
+            self._counts.begun += 1
             self._transfers.pop(handle, None)  # a handle may be used again
             if faults is None:
                 state = self.real.transfer(self, handle, notif_msg)
                 self._note_state(handle, state)
                 return state
-            self._changed += 1
-            self._failed += bool(faults.fail)
+            self._counts.changed += 1
+            self._counts.failed += bool(faults.fail)
             if faults.fail == POST:
                 raise self.error("NIXL_ERR_BACKEND: the transfer was not begun (asked for by the test suite)")
             transfer = self._transfers[handle] = _FaultyTransfer(handle, notif_msg, faults, self._rounds)
@@ -159,11 +143,11 @@ class FaultyAgent:
 
     def _note_state(self, handle: Any, state: str) -> None:
         """Note what the connector is told about a transfer."""
-        (self._open.add if state == "PROC" else self._open.discard)(handle)
+        (self._counts.open.add if state == "PROC" else self._counts.open.discard)(id(handle))
 
     def check_xfer_state(self, handle: Any) -> Any:
         with self._lock:
-            self._open.discard(handle)  # if the question raises, the transfer has failed
+            self._counts.open.discard(id(handle))  # if the question raises, the transfer has failed
             state = self._state(handle)
             self._note_state(handle, state)
             return state
@@ -200,7 +184,7 @@ class FaultyAgent:
                 raise self.error(
                     "NIXL_ERR_REPOST_ACTIVE: the transfer cannot be cancelled (asked for by the test suite)"
                 )
-            self._open.discard(handle)
+            self._counts.open.discard(id(handle))
             if transfer is not None and not (transfer.posted or transfer.faults.fail):
                 transfer.released = True
                 return None
@@ -284,7 +268,7 @@ class FaultyAgent:
         out: dict[str, list[bytes]] = {}
         for sender, messages in arrived.items():
             for message in messages:
-                self._notifications_changed += bool(faults.notifications)
+                self._counts.notifications += bool(faults.notifications)
                 if faults.notifications in ("", TWICE):
                     out.setdefault(sender, []).append(message)
                 if faults.notifications and faults.notifications != NEVER:
@@ -319,32 +303,47 @@ def set_faults(faults: tuple[Faults, ...], rank: int) -> None:
     mine = [one for one in faults if not one.ranks or rank in one.ranks]
     _active.transfers = tuple(one for one in mine if one.hold or one.late or one.fail)
     _active.notifications = next((one for one in mine if one.notifications), NOTHING)
-    for agent in _active.agents:
-        agent._reset_counters()
+    _active.counts.clear()
+    for agent in list(_active.agents):
+        agent._count_anew()
 
 
 def start_held_transfers() -> None:
     """Begin every transfer that a fault holds."""
-    for agent in _active.agents:
+    for agent in list(_active.agents):
         agent._start_held()
 
 
-def progress() -> None:
+def progress(only_left: bool = False) -> None:
     """Let agents serve their peers, as a progress thread would (see vllm_setup/nixl_agents.py).
 
     An engine without requests does not step. Without this a peer that still reads from it would wait for
-    ever, instead of reading what is in the blocks by now.
+    ever, instead of reading what is in the blocks by now. `only_left`: the connector was shut down, and only
+    an agent that would have such a thread goes on.
     """
-    for agent in _active.agents:
-        agent._progress()
+    for agent in list(_active.agents):
+        if agent._wants_thread or not only_left:
+            agent._progress()
+
+
+def agents_left() -> int:
+    """How many agents have not been destroyed."""
+    return len(_active.agents)
 
 
 def begun_and_ended() -> tuple[int, int]:
     """Transfers begun since the faults were set, and those of them that the connector knows to have ended."""
-    begun = sum(agent._begun for agent in _active.agents)
-    return begun, begun - sum(len(agent._open) for agent in _active.agents)
+    begun = sum(counts.begun for counts in _active.counts)
+    return begun, begun - sum(len(counts.open) for counts in _active.counts)
 
 
 def fault_report() -> FaultReport:
     """What the faults did in this process."""
-    return sum((agent._fault_report() for agent in _active.agents), FaultReport())
+    return FaultReport(
+        agents=_active.made,
+        transfers=sum(counts.begun for counts in _active.counts),
+        changed=sum(counts.changed for counts in _active.counts),
+        failed=sum(counts.failed for counts in _active.counts),
+        notifications=sum(counts.notifications for counts in _active.counts),
+        pending=sum(agent._pending() for agent in list(_active.agents)),
+    )

@@ -53,3 +53,31 @@ class RankObservation:
         calls = self.start_load_kv_calls
         within = calls[(calls[:, 0] >= first) & (calls[:, 0] < end)]
         return float(within[:, 1].max()) if len(within) else 0.0
+
+
+class LoadReport(msgspec.Struct, frozen=True):
+    """How far the transfers of one rank were when its worker half reported a load as finished."""
+
+    rank: int
+    request: str
+    begun: int  # transfers that the connector had begun
+    ended: int  # of these, those that had ended, and of which the connector had been told so
+
+
+class FaultReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What the faults did on one rank."""
+
+    agents: int = 0  # agents that the connector has made; 0: it does not use NIXL
+    hooks: int = 0  # worker halves that have `kvconform_fault`, see rank_faults.py
+    transfers: int = 0  # transfers begun since `set_faults`
+    changed: int = 0  # of these, held, delayed or failed
+    failed: int = 0  # of these, failed
+    notifications: int = 0  # notifications that the faults changed
+    # Transfers not begun yet, failed ones that may still write, notifications that are not due yet.
+    pending: int = 0
+    loads: tuple[LoadReport, ...] = ()  # reported as finished since `set_faults`
+
+    def __add__(self, other: FaultReport) -> FaultReport:
+        return FaultReport(
+            **{name: getattr(self, name) + getattr(other, name) for name in FaultReport.__struct_fields__}
+        )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +14,11 @@ from pytest_kvconform.rigs.engine.messages import Request, Step, Trace
 from pytest_kvconform.rigs.peers import rank_faults, worker_recorder
 from pytest_kvconform.rigs.peers.faulty_engine import FaultyEngineProcess
 from pytest_kvconform.rigs.peers.messages import COMPUTED, FAILED, KNOWN, REPORTED, RankObservation
+from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.scenario import Faults
+from pytest_kvconform.rigs.vllm_setup.overrides import keep_heap_collectable
+
+TICK_S = 0.01
 
 
 def serve(connection: Any, spec: ByteEngineSpec) -> None:
@@ -38,6 +44,7 @@ class PeerEngineProcess(FaultyEngineProcess):
         self.abort_at: dict[str, str] = {}  # request -> moment of MOMENTS
         self.aborted_ids: list[str] = []
         self.faults_of_next_load: tuple[Faults, ...] = ()
+        keep_heap_collectable()
         super().__init__(spec)
         self._workers(worker_recorder.install)
         self.reuse(spec.role == "P")
@@ -135,15 +142,29 @@ class PeerEngineProcess(FaultyEngineProcess):
     def shutdown_during_loads(self) -> str:
         """Shut down as vLLM does, whatever is under way, and keep what the pools hold when that is done.
 
-        Returns what was raised, or "".
+        Then garbage is collected, as vLLM does (v1/engine/core.py: EngineCore.shutdown): some transports end
+        with the objects that they serve. A thread of the connector may hold these for a moment. Returns what
+        was raised, or "".
         """
         self.is_shut_down = True
         error, _ = ends.end_core(self)
+        gc.collect()
+        deadline = Deadline(ends.MOMENT_S)
+        while any(self._workers(rank_faults.agents_left)) and not deadline.over():
+            time.sleep(TICK_S)
+            gc.collect()
         self._workers(worker_recorder.keep_bytes)
         return error
 
-    def written_since_shutdown(self) -> int:
-        """Return how many bytes of all pools have changed since `shutdown_during_loads`."""
+    def written_since_shutdown(self, seconds: float) -> int:
+        """Return how many bytes of all pools have changed since `shutdown_during_loads`.
+
+        For these seconds an agent of NIXL that is left goes on, if it would have a thread for that.
+        """
+        deadline = Deadline(seconds)
+        while not deadline.over():
+            self._workers(rank_faults.progress, True)
+            time.sleep(TICK_S)
         return sum(self._workers(worker_recorder.bytes_changed))
 
     def _watch_steps(self) -> None:

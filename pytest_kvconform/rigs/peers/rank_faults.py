@@ -15,7 +15,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from pytest_kvconform.rigs.peers import faulty_nixl
-from pytest_kvconform.rigs.peers.faulty_nixl import FaultReport, LoadReport
+from pytest_kvconform.rigs.peers.messages import FaultReport, LoadReport
 from pytest_kvconform.rigs.scenario import NEVER, Faults
 
 HOOK = "kvconform_fault"
@@ -70,9 +70,14 @@ def start_held_transfers(worker: Any) -> None:
         hook(START, ALL, 0)
 
 
-def progress(worker: Any) -> None:
+def progress(worker: Any, only_left: bool = False) -> None:
     """Serve the peers of this rank although its engine does not step, see `faulty_nixl.progress`."""
-    faulty_nixl.progress()
+    faulty_nixl.progress(only_left)
+
+
+def agents_left(worker: Any) -> int:
+    """How many agents of NIXL this rank still has."""
+    return faulty_nixl.agents_left()
 
 
 def fault_report(worker: Any) -> FaultReport:

@@ -82,6 +82,7 @@ class SteppedEngine:
     outputs: dict[str, tuple[Output, float, float]] = field(default_factory=dict)
     paused: bool = False
     failed: EngineFailed | None = None
+    needed: bool = True  # otherwise no scenario fails with it
     longest_gap: float = 0.0  # seconds between two steps, since it was last set to 0
     full: bool = False  # other requests have kept its blocks for as long as they may, see `until_computed`
 
@@ -102,7 +103,10 @@ class SteppedEngine:
         try:
             return self._advance()
         except EngineFailed as failed:
-            self.failed = failed
+            if self.needed:
+                self.failed = failed
+            else:
+                self.stopped = True
             return True
 
     def _advance(self) -> bool:

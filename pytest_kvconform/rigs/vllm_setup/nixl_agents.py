@@ -45,7 +45,7 @@ def preload() -> bool:
 def without_progress_threads() -> None:
     """Turn off the progress thread of agents that are made from now on.
 
-    Their callers wait for each other.
+    Their callers wait for each other. `wants_progress_thread` of a configuration is what was asked for.
     """
     from nixl._api import nixl_agent_config, nixl_thread_sync_t
 
@@ -53,6 +53,7 @@ def without_progress_threads() -> None:
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
+        self.wants_progress_thread = self.enable_pthread
         self.enable_pthread = False
         self.sync_mode = self.sync_mode or nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
 

@@ -38,6 +38,11 @@ def keep_heap_frozen() -> None:
     gc.unfreeze = lambda: None
 
 
+def keep_heap_collectable() -> None:
+    """Make `gc.freeze` do nothing: what this process makes can be collected without the inherited heap."""
+    gc.freeze = lambda: None
+
+
 def unfreeze_heap() -> None:
     """Unfreeze in spite of that, where the end of an object has to be seen."""
     _unfreeze()

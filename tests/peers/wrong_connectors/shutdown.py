@@ -6,19 +6,32 @@ import socket
 import threading
 from typing import Any
 
+from msgspec.structs import replace
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 import reference_connector.worker
+import tests.right_connectors.sockets
 from reference_connector import ReferenceConnector
 from tests.right_connectors.sockets import TcpPull, ask, connect, receive
 
-__all__ = ["AsksFirst", "EndsWithItsReads", "LeavesThreads", "RaisesDuringLoads"]
+__all__ = [
+    "AsksFirst",
+    "EndsWithItsReads",
+    "KeepsAgent",
+    "KeepsIdleAgent",
+    "LeavesThreads",
+    "RaisesDuringLoads",
+]
 
 HERE = b"here"
 
 
 class LeavesThreads(TcpPull):
     """Lets its threads end when they have read what they read. They are daemons."""
+
+    def start_worker(self, serves: bool) -> None:
+        tests.right_connectors.sockets.PATIENCE_S = 60.0  # P stands still for longer on a busy machine
+        super().start_worker(serves)
 
     def shutdown(self) -> None:
         if self.role is KVConnectorRole.WORKER and self.server is None:
@@ -34,6 +47,26 @@ class EndsWithItsReads(ReferenceConnector):
     def shutdown(self) -> None:
         reference_connector.worker.CLOSING_S = float("inf")
         super().shutdown()
+
+
+kept: list[Any] = []
+
+
+class KeepsIdleAgent(ReferenceConnector):
+    """No mistake: its agent of NIXL outlives it. Nothing calls that agent, and it has no progress thread."""
+
+    thread = False
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        self._options = replace(self._options, progress_thread=self.thread)
+        super().register_kv_caches(kv_caches)
+        kept.append(self._worker._transport._agent)
+
+
+class KeepsAgent(KeepsIdleAgent):
+    """Its agent of NIXL outlives it, and has a progress thread."""
+
+    thread = True
 
 
 class RaisesDuringLoads(TcpPull):
