@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from pytest_kvconform.result import Blocked, NotApplicable, Violation
+from pytest_kvconform.rigs.engine.handle import EngineFailed
 from pytest_kvconform.rigs.engine.messages import Trace
 from pytest_kvconform.rigs.peers import sleeping_peer
 from pytest_kvconform.rigs.peers.scenario_engines import DecodeResult, ScenarioObservation
-from pytest_kvconform.rigs.peers.stepping import Call
+from pytest_kvconform.rigs.peers.stepping import Call, SteppedEngine
 from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.suite.protocol.peers import shutdown
 from tests.helpers.case_runner import CaseRunner
@@ -29,6 +30,7 @@ WRONG = {
     r".*or a thread that goes on writing",
     "KeepsAgent": r"\d+ bytes of D's KV cache changed after .*, 0 of them before P went on\n"
     r".*leaves a transfer",
+    "KeepsHandles": r"\d+ bytes of D's KV cache changed after .*, 0 of them before P went on",
     "EndsWithItsReads": r"shutdown\(\) had not returned after 9 s\n.*without a deadline",
     "RaisesDuringLoads": r"shutdown\(\) raised RuntimeError: a load is under way",
 }
@@ -78,7 +80,7 @@ ENDED = DecodeResult(
     "met", 0.0, 0.0, 1.0, "length", Trace(id="met", prompt_tokens=55, external_tokens=55), ()
 )
 LOADED = Trace(id="met", prompt_tokens=55, external_tokens=55, asynchronous=True)
-LOADING = {"loading": 1.0, "ended": 0.0, "returned": 1.0, "written": 0.0, "early": 0.0}
+LOADING = {"loading": 1.0, "ended": 0.0, "returned": 1.0, "written": 0.0, "early": 0.0, "p_ended": 0.0}
 
 
 @pytest.mark.parametrize(
@@ -175,7 +177,9 @@ def test_d_is_shut_down_when_it_has_begun_its_load(
         add_decode=step(SimpleNamespace(id="d")),
     )
     d: Any = SlowD(begins)
-    p: Any = SimpleNamespace(stop_process=step(None), resume=lambda: None, handle=d.handle)
+    p: Any = SimpleNamespace(
+        stop_process=step(None), resume=lambda: None, handle=d.handle, may_die=False, failed=None
+    )
     steps = sleeping_peer.shutdown_during_load(engines, p, d)
     try:
         while True:
@@ -183,7 +187,19 @@ def test_d_is_shut_down_when_it_has_begun_its_load(
     except StopIteration as end:
         found = end.value
     assert found.numbers["loading"] == loading
-    assert ("shutdown_during_loads" in d.log) == bool(loading)
+    assert ("shutdown_during_loads" in d.log) == p.may_die == bool(loading)
     assert (
         not loading or d.handle.deadline_s >= 2 * 15
     )  # no call ends before the deadline that the case names
+
+
+@pytest.mark.parametrize(
+    ("may_die", "how", "fails"),
+    [(False, "died", True), (True, "died", False), (True, "hung", True), (True, "raised", True)],
+)
+def test_an_engine_that_may_die_may_do_nothing_else(may_die: bool, how: str, fails: bool) -> None:
+    engine = SteppedEngine.__new__(SteppedEngine)
+    engine.may_die, engine.failed = may_die, None
+    assert not engine.fails_scenario()
+    engine.failed = EngineFailed("P", how, "P ended")
+    assert engine.fails_scenario() == fails

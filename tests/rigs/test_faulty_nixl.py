@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from pytest_kvconform.rigs.peers import faulty_nixl
+from pytest_kvconform.rigs.peers import faulty_nixl, rank_faults
 from pytest_kvconform.rigs.peers.faulty_nixl import FaultyAgent
 from pytest_kvconform.rigs.peers.messages import FaultReport
 from pytest_kvconform.rigs.scenario import LATE, NEVER, POLL, POST, REVERSED, STATUS, TWICE, Faults
@@ -194,7 +194,7 @@ def test_an_agent_ends_when_its_connector_forgets_it_and_what_it_did_stays_count
     one.begun.clear()  # of the stand-in
     assert ends_of_handle() is None  # no fault changes the first transfer
     del one
-    assert ends() is None and faulty_nixl.agents_left() == 0
+    assert ends() is None
     assert faulty_nixl.fault_report() == FaultReport(agents=1, transfers=2, changed=1)
     assert faulty_nixl.begun_and_ended() == (2, 0)
 
@@ -214,7 +214,7 @@ def test_an_agent_that_is_left_goes_on_if_it_would_have_a_thread(
     monkeypatch.setattr(faulty_nixl, "_active", faulty_nixl._ActiveFaults())
     one = type("agent", (FaultyAgent, Real), {"real": Real})("a", config)
     one.inbox = [b"x"]
-    faulty_nixl.progress(only_left=True)
+    rank_faults.progress_of_left(None)
     assert (one.inbox == []) == goes_on
     faulty_nixl.progress()
     assert one.inbox == []

@@ -5,7 +5,7 @@ Transfers are late or fail. Notifications arrive twice, late, reversed or never.
 `install` replaces the real `nixl_agent` by a subclass wherever a loaded module refers to it, and where
 modules that are imported later will find it. Only the real agent moves bytes. The subclass changes when a
 transfer is begun, which state it reports, and which notifications it delivers. Without faults (`set_faults`)
-it changes nothing. An agent lives as long as its connector refers to it: its end stops its reads.
+it changes nothing. It keeps no agent alive: the end of an agent stops its reads.
 
 NIXL's Python API is that of nixl 1.5 (nixl/_api.py: transfer, check_xfer_state, release_xfer_handle,
 get_new_notifs, update_notifs, check_remote_xfer_done). Time is counted in rounds: a round of a transfer is a
@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,16 +47,13 @@ class _FaultyTransfer:
 NOTHING = Faults()
 
 
-@dataclass
-class _Counts:
-    """What one agent did since the faults were set."""
+@dataclass(frozen=True)
+class MadeAgent:
+    """An agent that the connector has made."""
 
-    begun: int = 0
-    changed: int = 0
-    failed: int = 0
-    notifications: int = 0  # that the faults changed
-    # Ids of the transfers of which the connector does not know the end. A handle would keep its agent alive.
-    open: set[int] = field(default_factory=set)
+    agent: weakref.ref[FaultyAgent]
+    binding: weakref.ref[Any]  # of NIXL. Handles of transfers refer to it: it may outlive the agent.
+    wants_thread: bool
 
 
 @dataclass
@@ -64,9 +62,11 @@ class _ActiveFaults:
 
     transfers: tuple[Faults, ...] = ()
     notifications: Faults = NOTHING
-    agents: weakref.WeakSet[FaultyAgent] = field(default_factory=weakref.WeakSet)
-    made: int = 0  # agents, those that are gone included
-    counts: list[_Counts] = field(default_factory=list)  # of these, too
+    made: list[MadeAgent] = field(default_factory=list)  # those that are gone, too
+    # What they did since the faults were set, by fields of FaultReport.
+    counts: Counter[str] = field(default_factory=Counter)
+    # Ids of transfers of which the connector does not know the end. A handle would keep the real agent alive.
+    open: set[int] = field(default_factory=set)
 
     def of_transfer(self, number: int) -> Faults | None:
         """The first fault for the transfer of this number."""
@@ -91,16 +91,12 @@ class FaultyAgent:
         self._waiting: list[tuple[int, str, bytes]] = []  # round at which it is due, sender, message
         self._undelivered: dict[str, list[bytes]] = {}  # what `_progress` received
         self._lock = threading.RLock()
-        self._count_anew()
+        self._begun = 0  # transfers since the faults were set
         config = kwargs.get("nixl_conf", args[1] if len(args) > 1 else None)
-        self._wants_thread = config is None or getattr(config, "wants_progress_thread", False)
+        wants_thread = config is None or getattr(config, "wants_progress_thread", False)
         self.real.__init__(self, *args, **kwargs)
-        _active.agents.add(self)
-        _active.made += 1
-
-    def _count_anew(self) -> None:
-        self._counts = _Counts()
-        _active.counts.append(self._counts)
+        binding = weakref.ref(getattr(self, "agent", self))
+        _active.made.append(MadeAgent(weakref.ref(self), binding, wants_thread))
 
     def _pending(self) -> int:
         """Transfers that may still write, and notifications that are not due yet."""
@@ -125,15 +121,16 @@ class FaultyAgent:
 
     def transfer(self, handle: Any, notif_msg: bytes = b"") -> Any:
         with self._lock:
-            faults = _active.of_transfer(self._counts.begun)
-            self._counts.begun += 1
+            faults = _active.of_transfer(self._begun)
+            self._begun += 1
+            _active.counts["transfers"] += 1
             self._transfers.pop(handle, None)  # a handle may be used again
             if faults is None:
                 state = self.real.transfer(self, handle, notif_msg)
                 self._note_state(handle, state)
                 return state
-            self._counts.changed += 1
-            self._counts.failed += bool(faults.fail)
+            _active.counts["changed"] += 1
+            _active.counts["failed"] += bool(faults.fail)
             if faults.fail == POST:
                 raise self.error("NIXL_ERR_BACKEND: the transfer was not begun (asked for by the test suite)")
             transfer = self._transfers[handle] = _FaultyTransfer(handle, notif_msg, faults, self._rounds)
@@ -143,11 +140,11 @@ class FaultyAgent:
 
     def _note_state(self, handle: Any, state: str) -> None:
         """Note what the connector is told about a transfer."""
-        (self._counts.open.add if state == "PROC" else self._counts.open.discard)(id(handle))
+        (_active.open.add if state == "PROC" else _active.open.discard)(id(handle))
 
     def check_xfer_state(self, handle: Any) -> Any:
         with self._lock:
-            self._counts.open.discard(id(handle))  # if the question raises, the transfer has failed
+            _active.open.discard(id(handle))  # if the question raises, the transfer has failed
             state = self._state(handle)
             self._note_state(handle, state)
             return state
@@ -184,7 +181,7 @@ class FaultyAgent:
                 raise self.error(
                     "NIXL_ERR_REPOST_ACTIVE: the transfer cannot be cancelled (asked for by the test suite)"
                 )
-            self._counts.open.discard(id(handle))
+            _active.open.discard(id(handle))
             if transfer is not None and not (transfer.posted or transfer.faults.fail):
                 transfer.released = True
                 return None
@@ -268,7 +265,7 @@ class FaultyAgent:
         out: dict[str, list[bytes]] = {}
         for sender, messages in arrived.items():
             for message in messages:
-                self._counts.notifications += bool(faults.notifications)
+                _active.counts["notifications"] += bool(faults.notifications)
                 if faults.notifications in ("", TWICE):
                     out.setdefault(sender, []).append(message)
                 if faults.notifications and faults.notifications != NEVER:
@@ -304,46 +301,49 @@ def set_faults(faults: tuple[Faults, ...], rank: int) -> None:
     _active.transfers = tuple(one for one in mine if one.hold or one.late or one.fail)
     _active.notifications = next((one for one in mine if one.notifications), NOTHING)
     _active.counts.clear()
-    for agent in list(_active.agents):
-        agent._count_anew()
+    _active.open.clear()
+    for agent in _agents():
+        agent._begun = 0
 
 
 def start_held_transfers() -> None:
     """Begin every transfer that a fault holds."""
-    for agent in list(_active.agents):
+    for agent in _agents():
         agent._start_held()
 
 
-def progress(only_left: bool = False) -> None:
+def progress() -> None:
     """Let agents serve their peers, as a progress thread would (see vllm_setup/nixl_agents.py).
 
     An engine without requests does not step. Without this a peer that still reads from it would wait for
-    ever, instead of reading what is in the blocks by now. `only_left`: the connector was shut down, and only
-    an agent that would have such a thread goes on.
+    ever, instead of reading what is in the blocks by now.
     """
-    for agent in list(_active.agents):
-        if agent._wants_thread or not only_left:
-            agent._progress()
+    for agent in _agents():
+        agent._progress()
 
 
-def agents_left() -> int:
-    """How many agents have not been destroyed."""
-    return len(_active.agents)
+def agents_made() -> tuple[MadeAgent, ...]:
+    """Every agent that the connector has made in this process, those that are gone, too."""
+    return tuple(_active.made)
+
+
+def _agents() -> list[FaultyAgent]:
+    return [agent for made in agents_made() if (agent := made.agent()) is not None]
 
 
 def begun_and_ended() -> tuple[int, int]:
     """Transfers begun since the faults were set, and those of them that the connector knows to have ended."""
-    begun = sum(counts.begun for counts in _active.counts)
-    return begun, begun - sum(len(counts.open) for counts in _active.counts)
+    return _active.counts["transfers"], _active.counts["transfers"] - len(_active.open)
 
 
 def fault_report() -> FaultReport:
     """What the faults did in this process."""
+    counts = _active.counts
     return FaultReport(
-        agents=_active.made,
-        transfers=sum(counts.begun for counts in _active.counts),
-        changed=sum(counts.changed for counts in _active.counts),
-        failed=sum(counts.failed for counts in _active.counts),
-        notifications=sum(counts.notifications for counts in _active.counts),
-        pending=sum(agent._pending() for agent in list(_active.agents)),
+        agents=len(_active.made),
+        transfers=counts["transfers"],
+        changed=counts["changed"],
+        failed=counts["failed"],
+        notifications=counts["notifications"],
+        pending=sum(agent._pending() for agent in _agents()),
     )

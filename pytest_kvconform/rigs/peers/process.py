@@ -143,27 +143,24 @@ class PeerEngineProcess(FaultyEngineProcess):
         """Shut down as vLLM does, whatever is under way, and keep what the pools hold when that is done.
 
         Then garbage is collected, as vLLM does (v1/engine/core.py: EngineCore.shutdown): some transports end
-        with the objects that they serve. A thread of the connector may hold these for a moment. Returns what
-        was raised, or "".
+        with the objects that they serve. Returns what was raised, or "".
         """
         self.is_shut_down = True
         error, _ = ends.end_core(self)
         gc.collect()
-        deadline = Deadline(ends.MOMENT_S)
-        while any(self._workers(rank_faults.agents_left)) and not deadline.over():
-            time.sleep(TICK_S)
-            gc.collect()
         self._workers(worker_recorder.keep_bytes)
         return error
 
     def written_since_shutdown(self, seconds: float) -> int:
         """Return how many bytes of all pools have changed since `shutdown_during_loads`.
 
-        For these seconds an agent of NIXL that is left goes on, if it would have a thread for that.
+        For these seconds an agent of NIXL that is left goes on, if it would have a thread for that. Garbage
+        is collected meanwhile: a thread of the connector may have held it for a moment.
         """
         deadline = Deadline(seconds)
         while not deadline.over():
-            self._workers(rank_faults.progress, True)
+            gc.collect()
+            self._workers(rank_faults.progress_of_left)
             time.sleep(TICK_S)
         return sum(self._workers(worker_recorder.bytes_changed))
 

@@ -6,6 +6,7 @@ function of the class's module that gets the connector first. docs/authors.md de
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import time
@@ -70,14 +71,22 @@ def start_held_transfers(worker: Any) -> None:
         hook(START, ALL, 0)
 
 
-def progress(worker: Any, only_left: bool = False) -> None:
+def progress(worker: Any) -> None:
     """Serve the peers of this rank although its engine does not step, see `faulty_nixl.progress`."""
-    faulty_nixl.progress(only_left)
+    faulty_nixl.progress()
 
 
-def agents_left(worker: Any) -> int:
-    """How many agents of NIXL this rank still has."""
-    return faulty_nixl.agents_left()
+def progress_of_left(worker: Any) -> None:
+    """After shutdown() let what is left of NIXL's agents go on, where a progress thread was asked for.
+
+    Errors do not matter: such a thread would only log them.
+    """
+    for made in faulty_nixl.agents_made():
+        with contextlib.suppress(Exception):
+            if made.wants_thread and (agent := made.agent()) is not None:
+                agent._progress()
+            elif made.wants_thread and (binding := made.binding()) is not None:
+                binding.getNotifs({}, [])
 
 
 def fault_report(worker: Any) -> FaultReport:

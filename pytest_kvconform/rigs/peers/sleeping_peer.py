@@ -74,7 +74,8 @@ def shutdown_during_load(engines: ScenarioEngines, p: SteppedEngine, d: SteppedE
     aborts a process that still sends to an agent which is gone (docs/findings.md).
 
     `numbers`: whether the load was under way, and if not, whether D's request had ended. If it was: whether
-    the shutdown has returned, and how many bytes of D's pool have changed since, before P went on and in all.
+    the shutdown has returned, how many bytes of D's pool have changed since, before P went on and in all, and
+    whether P has ended.
     """
     decodes = {"met": (yield from engines.decode(d, (yield from engines.prefill(p))))}
     if loaded_within_step(decodes["met"].trace):
@@ -104,11 +105,12 @@ def shutdown_during_load(engines: ScenarioEngines, p: SteppedEngine, d: SteppedE
     late = bench.scaled_seconds(LATE_S)
     if numbers["returned"]:
         numbers["early"] = float((yield from d.call("written_since_shutdown", late)))
-    p.needed = False
+    p.may_die = True
     p.resume()
     if numbers["returned"]:
         yield from let_run(late, p)  # D writes no more than P sends
         numbers["written"] = float((yield from d.call("written_since_shutdown", late)))
+    numbers["p_ended"] = float(p.failed is not None)
     d.end()
     return ScenarioObservation(decodes, numbers=numbers, raised=ending.answer or "")
 

@@ -82,7 +82,7 @@ class SteppedEngine:
     outputs: dict[str, tuple[Output, float, float]] = field(default_factory=dict)
     paused: bool = False
     failed: EngineFailed | None = None
-    needed: bool = True  # otherwise no scenario fails with it
+    may_die: bool = False  # its scenario goes on without it
     longest_gap: float = 0.0  # seconds between two steps, since it was last set to 0
     full: bool = False  # other requests have kept its blocks for as long as they may, see `until_computed`
 
@@ -103,11 +103,12 @@ class SteppedEngine:
         try:
             return self._advance()
         except EngineFailed as failed:
-            if self.needed:
-                self.failed = failed
-            else:
-                self.stopped = True
+            self.failed = failed
             return True
+
+    def fails_scenario(self) -> bool:
+        """Whether it has failed in a way that ends its scenario."""
+        return self.failed is not None and not (self.may_die and self.failed.how == "died")
 
     def _advance(self) -> bool:
         busy = False
@@ -286,7 +287,7 @@ class RunningScenario:
 
         A failure of one of its engines ends the scenario.
         """
-        failed = next((engine for engine in self.engines if engine.failed), None)
+        failed = next((engine for engine in self.engines if engine.fails_scenario()), None)
         if not failed and not self.started:
             up = all(engine.started or engine.failed for engine in (*self.engines, *self.started_first))
             self.started = up and (self.after is None or self.after.done)

@@ -18,6 +18,7 @@ __all__ = [
     "AsksFirst",
     "EndsWithItsReads",
     "KeepsAgent",
+    "KeepsHandles",
     "KeepsIdleAgent",
     "LeavesThreads",
     "RaisesDuringLoads",
@@ -67,6 +68,22 @@ class KeepsAgent(KeepsIdleAgent):
     """Its agent of NIXL outlives it, and has a progress thread."""
 
     thread = True
+
+
+class KeepsHandles(ReferenceConnector):
+    """Remembers the handles of its reads. They keep NIXL's agent, which has a progress thread."""
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        self._options = replace(self._options, progress_thread=True)
+        super().register_kv_caches(kv_caches)
+        transport = self._worker._transport
+        begin = transport.begin
+
+        def begin_and_keep(handle: Any) -> None:
+            kept.append(handle)
+            begin(handle)
+
+        transport.begin = begin_and_keep
 
 
 class RaisesDuringLoads(TcpPull):

@@ -44,7 +44,9 @@ def nothing_is_written_after_shutdown(bench: Bench, variant: None) -> Evidence:
             diagnosis="shutdown() leaves a transfer or a thread that goes on writing, and vLLM releases this "
             "memory next",
         )
-    return evidence(1, "shutdowns", observed, loading=int(numbers["loading"]))
+    return evidence(
+        1, "shutdowns", observed, loading=int(numbers["loading"]), p_ended=int(numbers["p_ended"])
+    )
 
 
 def _require_load(observed: ScenarioObservation) -> None:
