@@ -45,7 +45,8 @@ def preload() -> bool:
 def without_progress_threads() -> None:
     """Turn off the progress thread of agents that are made from now on.
 
-    Their callers wait for each other. `wants_progress_thread` of a configuration is what was asked for.
+    Their callers wait for each other. `wants_progress_thread` of a configuration notes what was asked for. A
+    configuration whose thread is left as it is, as on a GPU, has no such attribute.
     """
     from nixl._api import nixl_agent_config, nixl_thread_sync_t
 
