@@ -36,6 +36,7 @@ from pytest_kvconform.rigs.bytes.forward import Forward
 from pytest_kvconform.rigs.bytes.layers import Layer, make_layers, smallest_kernel_block
 from pytest_kvconform.rigs.bytes.memory import Memory, regions_of
 from pytest_kvconform.rigs.bytes.messages import ByteEngineSpec, Check, StepWork
+from pytest_kvconform.rigs.bytes.pool_memory import poison, pools_of
 from pytest_kvconform.rigs.bytes.specs import geometry_of
 from pytest_kvconform.rigs.vllm_setup import overrides
 from pytest_kvconform.rigs.vllm_setup.compat import select_common_block_size
@@ -99,7 +100,11 @@ class ByteWorker(WorkerBase):
                 setattr(self.cache_config, name, getattr(kv_cache_config, name))
         ensure_kv_transfer_initialized(self.vllm_config, kv_cache_config)
         layout = KVCacheLayout[self.cache_config.get_resolved_kv_cache_layout().name]
-        caches = allocate_kv_cache(kv_cache_config, self.device, layout, self.kernel_blocks(kv_cache_config))
+        engine = int(self.spec.role != "P")
+        with pools_of(lambda size: poison(size, engine)):
+            caches = allocate_kv_cache(
+                kv_cache_config, self.device, layout, self.kernel_blocks(kv_cache_config)
+            )
         self.config, self.caches = kv_cache_config, {name: caches[name] for name in self.layers}
         for name, layer in self.layers.items():
             layer.bind_kv_cache(caches[name])
@@ -112,9 +117,7 @@ class ByteWorker(WorkerBase):
             self.rank,
             self.spec.conv_layout,
         )
-        memory = Memory(
-            self.caches, kv_cache_config.num_blocks, regions, int(self.spec.role != "P"), self.rank
-        )
+        memory = Memory(self.caches, kv_cache_config.num_blocks, regions, engine, self.rank)
         groups = kv_cache_config.kv_cache_groups
         of = {
             name: index

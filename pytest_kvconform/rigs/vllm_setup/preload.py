@@ -77,6 +77,7 @@ def _prepare(arguments: dict[str, Any]) -> None:
         overrides.communicate_without_shared_memory()
         overrides.accept_prefill_of_one_token()
         overrides.leave_float32_convolutions_unpacked()
+        overrides.multiply_bfloat16_in_float32()
         overrides.zero_whole_blocks()
     overrides.override_triton_kernels_once(now=bool(architectures))  # before a model class imports numba
     if architectures and current_platform.is_cpu():

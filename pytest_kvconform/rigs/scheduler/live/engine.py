@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
-import torch
 from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
+from pytest_kvconform.rigs.bytes import pool_memory
 from pytest_kvconform.rigs.bytes.layers import metadata
 from pytest_kvconform.rigs.context import declared_addition
 from pytest_kvconform.rigs.engine.messages import ON_D, ON_P
@@ -21,7 +21,7 @@ from pytest_kvconform.rigs.engine.process import positions_of
 from pytest_kvconform.rigs.hook_calls import watch_local_hits
 from pytest_kvconform.rigs.scheduler.live.clocks import set_ahead
 from pytest_kvconform.rigs.scheduler.live.config import LiveSpec, for_rank, forward_context
-from pytest_kvconform.rigs.scheduler.live.memory import WordMemory, sparse_zeros
+from pytest_kvconform.rigs.scheduler.live.memory import WordMemory
 from pytest_kvconform.rigs.scheduler.live.sizes import sizes_of
 from pytest_kvconform.rigs.scheduler.rig import BLOCK, Rig
 from pytest_kvconform.rigs.scheduler.worker_half import WorkerHalf
@@ -54,7 +54,7 @@ class LiveEngine:
         )
         for_rank(config, spec)
         half.construct()
-        with _sparse():
+        with pool_memory.pools_of(pool_memory.zeros):
             self.caches = half.allocate_kv_caches()
         half.register_kv_caches(self.caches)
         self.side = half.scheduler_side(spec.data_parallel_rank, spec.first_block)
@@ -338,13 +338,3 @@ class LiveEngine:
 def _slot(table: np.ndarray, tokens: int, size: int) -> int:
     """The block that holds the state after `tokens` tokens, 0: none. Blocks of speculation come after it."""
     return int(table[min((max(tokens, 1) - 1) // size, len(table) - 1)]) if len(table) else 0
-
-
-@contextlib.contextmanager
-def _sparse() -> Any:
-    zeros = torch.zeros
-    torch.zeros = sparse_zeros(zeros)
-    try:
-        yield
-    finally:
-        torch.zeros = zeros

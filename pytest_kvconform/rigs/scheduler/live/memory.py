@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
-from typing import Any
-
 import numpy as np
 import torch
 
@@ -13,8 +10,6 @@ from pytest_kvconform.kvspace.pools.regions import state_rows, token_parts, toke
 from pytest_kvconform.kvspace.pools.words import decode
 from pytest_kvconform.rigs.bytes.memory import Memory, _pages, regions_of
 from pytest_kvconform.rigs.scheduler.worker_half import WorkerHalf
-
-NO_RESERVE = 0x4000  # MAP_NORESERVE of Linux: pages count against no limit before they are written
 
 
 class WordMemory(Memory):
@@ -113,16 +108,3 @@ def _content(word: Array, size: int = 8) -> str:
     if found["kind"] == STATE:
         return f"the state after {found['token']} tokens {who}"
     return f"token {found['token']} {who}" if found["kind"] == ATTENTION else "no word of a token"
-
-
-def sparse_zeros(zeros: Any) -> Any:
-    """`torch.zeros` for memory of which hardly a page is touched: pages are real once they are written."""
-
-    def make(*size: Any, **options: Any) -> Any:
-        on_cpu = torch.device(options.get("device") or "cpu").type == "cpu"
-        if len(size) != 1 or not isinstance(size[0], int) or options.get("dtype") != torch.int8 or not on_cpu:
-            return zeros(*size, **options)
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE
-        return torch.frombuffer(mmap.mmap(-1, size[0], flags=flags), dtype=torch.int8)
-
-    return make
