@@ -39,9 +39,10 @@ def utils(monkeypatch: pytest.MonkeyPatch) -> Any:
     return utils
 
 
-def dispatched(utils: Any, weight: torch.Tensor) -> Any:
+def dispatched(utils: Any, weight: torch.Tensor, remove_weight: bool = True) -> Any:
     layer: Any = Layer(weight)
-    utils.dispatch_cpu_unquantized_gemm(layer, True)
+    utils.dispatch_cpu_unquantized_gemm(layer, remove_weight)
+    assert layer.cpu_linear == "vLLM" or layer.weight.numel() == (0 if remove_weight else weight.numel())
     return layer.cpu_linear
 
 
@@ -53,7 +54,7 @@ def without_kernels(monkeypatch: pytest.MonkeyPatch, missing: bool = True) -> No
 def test_products_are_rounded_once(utils: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     without_kernels(monkeypatch)
     for bias in (None, BIAS):
-        found = dispatched(utils, WEIGHT)(X, None, bias)
+        found = dispatched(utils, WEIGHT, remove_weight=bias is None)(X, None, bias)
         exact = torch.nn.functional.linear(
             X.double(), WEIGHT.double(), bias if bias is None else bias.double()
         )

@@ -89,6 +89,17 @@ def test_clean_on_every_rank(start: Callable[..., Pair], topology: tuple[int, in
     assert pair.audit() == []
 
 
+def test_pools_take_memory_when_they_are_written(llama: Pair) -> None:
+    maps = [line.split() for line in Path(f"/proc/{llama.d.process.pid}/maps").read_text().splitlines()]
+    ends = [
+        [int(end, 16) for end in words[0].split("-")]
+        for words in maps
+        if "/memfd:kvconform-poison" in words
+    ]
+    pool = 30 * 32 * 8 * 2 * 256 * 32  # blocks, tokens, heads, planes, bytes, layers
+    assert sum(end - start for start, end in ends) >= 2 * pool, "the pool and its shadow"
+
+
 @pytest.mark.parametrize("side", ["p", "d"])
 def test_flipped_byte_is_found_where_it_is(llama: Pair, side: str) -> None:
     names = llama.decode([prompt(100)], llama.prefill(prompt(100)), max_tokens=3)

@@ -22,7 +22,7 @@ def test_collapsed_memory_keeps_its_content() -> None:
         memory.write(bytes(range(256)) * (24 << 12))
         memory.madvise(mmap.MADV_HUGEPAGE)
         before = in_huge_pages()
-        assert linux.collapse_into_huge_pages(seconds=60) >= 11
+        assert linux.collapse_into_huge_pages() >= 11
         assert in_huge_pages() - before >= 22 << 10
         assert memory[:] == bytes(range(256)) * (24 << 12)
 
@@ -30,7 +30,3 @@ def test_collapsed_memory_keeps_its_content() -> None:
 def test_a_kernel_without_collapse_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linux, "_COLLAPSE", 12345)
     assert linux.collapse_into_huge_pages() == 0
-
-
-def test_it_ends_in_time() -> None:
-    assert linux.collapse_into_huge_pages(seconds=-1) == 0

@@ -127,6 +127,7 @@ class Memory:
         regions: dict[str, tuple[Region, ...]],
         engine: int,
         rank: int,
+        poisoned: bool,  # whether the storage on CPU is poison, see `pool_memory.pools_of`
     ):
         import torch
 
@@ -142,7 +143,7 @@ class Memory:
         if self.device.is_cuda:
             self.storage = _poisoned(whole.nbytes(), engine)
             self.device.copy_(torch.from_numpy(self.storage))
-        elif not np.array_equal(self.storage[-8:], self.shadow[-8:]):  # not of `pool_memory.pools_of`
+        elif not poisoned:
             poison(self.storage, engine)
 
     # On a GPU `storage` is a copy in host memory: these two bring blocks there and back, all in one copy,

@@ -1,7 +1,7 @@
 """The host memory of KV pools: a page of it is taken when it is written, not when the pool is made.
 
-An engine writes to a small part of its pool. Some virtual machines take milliseconds for each huge page that
-a process is the first to touch, and then most of the start of an engine (docs/benchmarks.md).
+An engine writes to a small part of its pool. On some virtual machines the first touch of a huge page takes
+milliseconds. Touching whole pools was most of what a start of engines took there (docs/benchmarks.md).
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ import ctypes
 import functools
 import mmap
 import os
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
+from pytest_kvconform.kvspace.pools import poison as words
 from pytest_kvconform.kvspace.pools.poison import WRAP, poison_bytes
 
 _NO_RESERVE = 0x4000  # MAP_NORESERVE of Linux: pages count against no limit before they are written
@@ -30,44 +32,65 @@ def zeros(size: int) -> mmap.mmap:
 def poison(size: int, engine: int) -> mmap.mmap:
     """The poison of an engine: `size` bytes, as `kvspace.pools.poison` writes it.
 
-    It repeats after WRAP bytes, so that all of it is one file, mapped again and again. Raises OSError where
-    the kernel refuses.
+    Poison repeats after WRAP bytes. So one file of WRAP bytes is mapped again and again, where the system has
+    files in memory.
     """
     memory = zeros(size)
+    if (file := poison_file(engine)) is None:
+        words.poison(np.frombuffer(memory, dtype=np.uint8), engine)
+        return memory
     start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     for at in range(0, size, WRAP):
-        _map(start + at, min(WRAP, size - at), _file(engine))
+        _map(start + at, min(WRAP, size - at), file)
     return memory
 
 
+@functools.cache
+def poison_file(engine: int) -> int | None:
+    """An open file in memory: WRAP bytes of the poison of an engine. This process and its forks keep it open.
+
+    None where there is no such file: Python may have been built without os.memfd_create, and the system may
+    refuse.
+    """
+    try:
+        file = os.memfd_create("kvconform-poison")
+        os.truncate(file, WRAP)
+        with mmap.mmap(file, WRAP) as content:
+            np.frombuffer(content, dtype=np.uint8)[:] = poison_bytes(0, WRAP, engine)
+    except (AttributeError, OSError):
+        return None
+    return file
+
+
 @contextlib.contextmanager
-def pools_of(make: Callable[[int], mmap.mmap]) -> Iterator[None]:
-    """Let vLLM allocate its pools on CPU, which it does by `torch.zeros` of bytes, in this memory."""
+def pools_of(make: Callable[[int], mmap.mmap]) -> Iterator[list[int]]:
+    """Let vLLM allocate its pools on CPU in this memory. It allocates them by `torch.zeros` of bytes.
+
+    Yields the list of their sizes in bytes. Other threads get zeros meanwhile.
+    """
     import torch
 
-    allocate = torch.zeros
+    allocate, thread = torch.zeros, threading.get_ident()
+    made: list[int] = []
 
     def allocate_pool(*size: Any, **options: Any) -> Any:
-        on_cpu = torch.device(options.get("device") or "cpu").type == "cpu"
-        if len(size) != 1 or not isinstance(size[0], int) or options.get("dtype") != torch.int8 or not on_cpu:
+        if (
+            threading.get_ident() != thread
+            or len(size) != 1
+            or not isinstance(size[0], int)
+            or not options.keys() <= {"dtype", "device"}
+            or options.get("dtype") != torch.int8
+            or torch.device(options.get("device") or "cpu").type != "cpu"
+        ):
             return allocate(*size, **options)
+        made.append(size[0])
         return torch.frombuffer(make(size[0]), dtype=torch.int8)
 
     torch.zeros = allocate_pool
     try:
-        yield
+        yield made
     finally:
         torch.zeros = allocate
-
-
-@functools.cache
-def _file(engine: int) -> int:
-    """An open file of WRAP bytes of poison. This process keeps it open."""
-    file = os.memfd_create("poison")
-    os.truncate(file, WRAP)
-    with mmap.mmap(file, WRAP) as content:
-        np.frombuffer(content, dtype=np.uint8)[:] = poison_bytes(0, WRAP, engine)
-    return file
 
 
 def _map(address: int, size: int, file: int) -> None:

@@ -101,7 +101,7 @@ class ByteWorker(WorkerBase):
         ensure_kv_transfer_initialized(self.vllm_config, kv_cache_config)
         layout = KVCacheLayout[self.cache_config.get_resolved_kv_cache_layout().name]
         engine = int(self.spec.role != "P")
-        with pools_of(lambda size: poison(size, engine)):
+        with pools_of(lambda size: poison(size, engine)) as poisoned:
             caches = allocate_kv_cache(
                 kv_cache_config, self.device, layout, self.kernel_blocks(kv_cache_config)
             )
@@ -117,7 +117,7 @@ class ByteWorker(WorkerBase):
             self.rank,
             self.spec.conv_layout,
         )
-        memory = Memory(self.caches, kv_cache_config.num_blocks, regions, engine, self.rank)
+        memory = Memory(self.caches, kv_cache_config.num_blocks, regions, engine, self.rank, bool(poisoned))
         groups = kv_cache_config.kv_cache_groups
         of = {
             name: index

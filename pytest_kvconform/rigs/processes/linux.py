@@ -12,7 +12,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from pathlib import Path
 
 SHARED_MEMORY = "/dev/shm/"
@@ -206,16 +205,15 @@ def listening_sockets(pid: int) -> tuple[str, ...]:
     return tuple(sorted(found))
 
 
-def collapse_into_huge_pages(seconds: float = 1.0) -> int:
-    """Turn private anonymous memory into huge pages where it fills them, for so many seconds at most.
+def collapse_into_huge_pages() -> int:
+    """Turn private anonymous memory into huge pages where it fills them.
 
-    Some virtual machines need milliseconds for a page, ten times as long as others (docs/benchmarks.md).
     Returns how many were made, 0 where the kernel cannot make any.
 
     A forked child that writes to a huge page copies 4 KiB of it, as before: the kernel splits the child's
     page table entry, not the page.
     """
-    libc, made, end_of_time = ctypes.CDLL(None), 0, time.monotonic() + seconds
+    libc, made = ctypes.CDLL(None), 0
     libc.madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
     for line in Path("/proc/self/maps").read_text(errors="replace").splitlines():
         addresses, rights, _, _, inode, *_ = line.split()
@@ -223,7 +221,5 @@ def collapse_into_huge_pages(seconds: float = 1.0) -> int:
             continue
         start, end = (int(word, 16) for word in addresses.split("-"))
         for at in range(-(-start // _HUGE) * _HUGE, end - _HUGE + 1, _HUGE):
-            if time.monotonic() > end_of_time:
-                return made
             made += not libc.madvise(at, _HUGE, _COLLAPSE)
     return made

@@ -121,17 +121,12 @@ def leave_float32_convolutions_unpacked() -> None:
     _custom_ops.causal_conv1d_weight_pack = causal_conv1d_weight_pack
 
 
-def _has_bfloat16_kernels() -> bool:
-    import torch
-
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-
-
 def multiply_bfloat16_in_float32() -> None:
-    """Let linear layers in bfloat16 multiply in float32 on CPUs for whose bfloat16 oneDNN has no kernel.
+    """Let linear layers in bfloat16 multiply in float32 where oneDNN has no kernel of bfloat16 for the CPU.
 
-    Without AVX512 `torch.nn.functional.linear` takes 70 times as long in bfloat16 as in float32. The products
-    are summed in float32 either way, and are rounded to bfloat16 once.
+    These are CPUs without AVX512. A feature that is hidden (`hide_cpu_features`) is there. Without a kernel
+    `torch.nn.functional.linear` takes 70 times as long as in float32 (docs/benchmarks.md). The products are
+    summed in float32 either way, and rounded to bfloat16 once.
     """
     import torch
     from torch.nn.functional import linear
@@ -152,8 +147,16 @@ def multiply_bfloat16_in_float32() -> None:
             return linear(x.float(), wide, None if bias is None else bias.float()).to(x.dtype)
 
         layer.cpu_linear = multiply
+        if remove_weight:
+            layer.weight = torch.nn.Parameter(weight.new_empty(0), requires_grad=False)
 
     utils.dispatch_cpu_unquantized_gemm = dispatch_cpu_unquantized_gemm
+
+
+def _has_bfloat16_kernels() -> bool:
+    import torch
+
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def zero_whole_blocks() -> None:
