@@ -41,6 +41,7 @@ GEOMETRY_MODULES = (
     "pytest_kvconform.rigs.scheduler.store_engine",
 )
 STAND_IN = "pytest_kvconform.rigs.vllm_setup.stand_ins.install:install"
+POISON = "pytest_kvconform.rigs.bytes.pool_memory:make_poison"  # once, for every engine of the run
 SERVING_PRELOAD = "pytest_kvconform.rigs.serving.preload:preload"
 CLOSE_S = 20.0  # for the zygote to end everything
 LOOK_S = 0.5  # between two looks at how long the zygote has waited for a core
@@ -139,7 +140,9 @@ def launch_zygote(
         "geometries": sorted(geometries),
         "hidden": sorted(hidden),
     }
-    modules = (*ENGINE_MODULES, *(GEOMETRY_MODULES if arguments["geometries"] else ()))
+    modules, functions = [*ENGINE_MODULES], [*more]
+    if arguments["geometries"]:
+        modules, functions = [*modules, *GEOMETRY_MODULES], [*functions, POISON]
     with (run_dir / "zygote.log").open("wb") as log:
         # a session of its own: Ctrl-C is for pytest alone
         process = subprocess.Popen(
@@ -149,7 +152,7 @@ def launch_zygote(
                 "pytest_kvconform.rigs.processes.zygote",
                 str(run_dir),
                 preload,
-                json.dumps(arguments | {"modules": modules, "functions": [*more]}),
+                json.dumps(arguments | {"modules": modules, "functions": functions}),
             ],
             env=environment(run_dir, variables) | limits_of_kernels(arguments["hidden"]),
             stdin=subprocess.PIPE,

@@ -92,9 +92,7 @@ def test_clean_on_every_rank(start: Callable[..., Pair], topology: tuple[int, in
 def test_pools_take_memory_when_they_are_written(llama: Pair) -> None:
     maps = [line.split() for line in Path(f"/proc/{llama.d.process.pid}/maps").read_text().splitlines()]
     ends = [
-        [int(end, 16) for end in words[0].split("-")]
-        for words in maps
-        if "/memfd:kvconform-poison" in words
+        [int(end, 16) for end in words[0].split("-")] for words in maps if "/memfd:kvconform-poison" in words
     ]
     pool = 30 * 32 * 8 * 2 * 256 * 32  # blocks, tokens, heads, planes, bytes, layers
     assert sum(end - start for start, end in ends) >= 2 * pool, "the pool and its shadow"

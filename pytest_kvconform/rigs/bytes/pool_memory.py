@@ -45,6 +45,12 @@ def poison(size: int, engine: int) -> mmap.mmap:
     return memory
 
 
+def make_poison() -> None:
+    """Make the poison of P and of D. Forks of this process have it."""
+    for engine in (0, 1):
+        poison_file(engine)
+
+
 @functools.cache
 def poison_file(engine: int) -> int | None:
     """An open file in memory: WRAP bytes of the poison of an engine. This process and its forks keep it open.

@@ -86,11 +86,6 @@ def _prepare(arguments: dict[str, Any]) -> None:
         _register(architecture)
     if nixl_agents.preload() and current_platform.is_cpu():
         nixl_agents.without_progress_threads()
-    if geometries:
-        from pytest_kvconform.rigs.bytes.pool_memory import poison_file
-
-        for engine in (0, 1):
-            poison_file(engine)  # once, for every engine of the run
     for architecture in geometries:
         if architecture not in architectures:
             _register(architecture)
