@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -51,6 +52,7 @@ class Scenario:
         return self.prompts * self.n
 
 
+@functools.lru_cache(1 << 12)  # each plan of a run makes the same prompts
 def tokens(length: int, seed: int = 0, shared: int = 0) -> tuple[int, ...]:
     """A prompt of pseudo-random tokens.
 

@@ -162,7 +162,7 @@ class CaseRunner:
             return CellRun(
                 [
                     _result(bench, planned)
-                    for planned in order_by_cell(make_plan(settings, ()).selected, settings.seed)
+                    for planned in _plan(settings.tier, settings.family, settings.topology, matrix)
                     if planned.cell.setup == setup
                     and only(planned)
                     and (planned.variant is None or not variants or str(planned.variant) in variants.split())
@@ -170,6 +170,17 @@ class CaseRunner:
             )
         finally:
             bench.close()
+
+
+@functools.cache  # a second of a processor for the full matrix
+def _plan(
+    tier: tuple[str, ...], family: tuple[str, ...], topology: tuple[str, ...], matrix: str
+) -> tuple[PlannedCase, ...]:
+    """The cases of a cell in the order in which they run. No connector changes that."""
+    settings = Settings(
+        connector=OF_VLLM[0], tier=tier, family=family, topology=topology, matrix=matrix, hide_cpu=HIDDEN
+    )
+    return tuple(order_by_cell(make_plan(settings, ()).selected, settings.seed))
 
 
 def _result(bench: Bench, planned: PlannedCase) -> CaseResult:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import pytest
@@ -118,6 +118,16 @@ case_runner, run_cases = fixtures(
 )
 
 
+@pytest.fixture(scope="module")
+def with_models() -> Iterator[CaseRunner]:
+    """For cases of the tier engine."""
+    must_be_installed()
+    with importable_from(ROOT):
+        runner = CaseRunner("tests.right_connectors.bookkeeping", families=("llama",))
+        yield runner
+    assert runner.close() == []
+
+
 def _run(
     case_runner: CaseRunner,
     tier: str,
@@ -204,12 +214,10 @@ def test_a_process_of_an_engine_is_told_from_those_of_python(
         ("LeavesAFork", "after shutdown P still has 1 processes (one)"),
     ],
 )
-def test_threads_and_processes_of_an_engine_end_with_its_connector(connector: str, left: str) -> None:
-    must_be_installed()
-    with importable_from(ROOT):
-        runner = CaseRunner("tests.right_connectors.bookkeeping")
-        run = runner.run(connector, "llama", only=lambda planned: planned.module == "engine/shutdown")
-        assert runner.close() == []
+def test_threads_and_processes_of_an_engine_end_with_its_connector(
+    with_models: CaseRunner, connector: str, left: str
+) -> None:
+    run = with_models.run(connector, "llama", only=lambda planned: planned.module == "engine/shutdown")
     assert set(run.outcomes.values()) == {"FAIL" if left else "PASS"}, run.findings
     found = [re.sub(r"\(\d+ .+\)", "(one)", finding.happened) for finding in run.findings.values()]
     assert found == [left] * bool(left)
