@@ -210,7 +210,9 @@ WRONG = [
 
 @pytest.mark.parametrize("wrong", WRONG, ids=str)
 def test_a_mistake_is_caught_by_the_case_about_it(run_cases: Callable[..., Reported], wrong: Wrong) -> None:
-    reported = run_cases(wrong.connector, wrong.topology, wrong.scale, judged=wrong.fails)
+    reported = run_cases(
+        wrong.connector, wrong.topology, wrong.scale, judged=wrong.fails, shows=wrong.rules or "FAIL"
+    )
     assert reported.pop(LOADS_ONE, ("NOT-APPLICABLE", ""))[0] in ("NOT-APPLICABLE", "BLOCKED")
     expected = {
         name: (wrong.rules or "FAIL")
