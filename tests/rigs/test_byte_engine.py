@@ -5,6 +5,7 @@ This holds whatever the scheduler does.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -95,7 +96,9 @@ def test_pools_take_memory_when_they_are_written(llama: Pair) -> None:
         [int(end, 16) for end in words[0].split("-")] for words in maps if "/memfd:kvconform-poison" in words
     ]
     pool = 30 * 32 * 8 * 2 * 256 * 32  # blocks, tokens, heads, planes, bytes, layers
-    assert sum(end - start for start, end in ends) >= 2 * pool, "the pool and its shadow"
+    mapped = sum(end - start for start, end in ends)
+    # the pool and its shadow; some builds of Python have no files in memory
+    assert mapped >= 2 * pool if hasattr(os, "memfd_create") else mapped == 0
 
 
 @pytest.mark.parametrize("side", ["p", "d"])

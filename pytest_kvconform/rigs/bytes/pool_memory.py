@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from pytest_kvconform.kvspace.pools import poison as words
 from pytest_kvconform.kvspace.pools.poison import WRAP, poison_bytes
+from pytest_kvconform.kvspace.pools.poison import poison as fill_with_poison
 
 _NO_RESERVE = 0x4000  # MAP_NORESERVE of Linux: pages count against no limit before they are written
 _FIXED = 0x10  # MAP_FIXED
@@ -37,7 +37,7 @@ def poison(size: int, engine: int) -> mmap.mmap:
     """
     memory = zeros(size)
     if (file := poison_file(engine)) is None:
-        words.poison(np.frombuffer(memory, dtype=np.uint8), engine)
+        fill_with_poison(np.frombuffer(memory, dtype=np.uint8), engine)
         return memory
     start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     for at in range(0, size, WRAP):
