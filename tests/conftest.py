@@ -7,7 +7,12 @@ import pytest
 from pytest_kvconform.pytest_hooks.lost_workers import LostWorkers
 
 # Only a conftest that pytest loads at its start may name plugins.
-pytest_plugins = ["pytester", "tests.small_suite.runs", "tests.helpers.mistakes"]
+pytest_plugins = [
+    "pytester",
+    "tests.small_suite.runs",
+    "tests.helpers.mistakes",
+    "tests.helpers.warm_zygotes",
+]
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -12,7 +12,7 @@ import sys
 import tempfile
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from model_matrix import UnknownName, expand, load_families, load_geometries
 from model_matrix.cells import MODELS
@@ -143,25 +143,27 @@ def launch_zygote(
     modules, functions = [*ENGINE_MODULES], [*more]
     if arguments["geometries"]:
         modules, functions = [*modules, *GEOMETRY_MODULES], [*functions, POISON]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest_kvconform.rigs.processes.zygote",
+        str(run_dir),
+        preload,
+        json.dumps(arguments | {"modules": modules, "functions": functions}),
+    ]
     with (run_dir / "zygote.log").open("wb") as log:
-        # a session of its own: Ctrl-C is for pytest alone
-        process = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "pytest_kvconform.rigs.processes.zygote",
-                str(run_dir),
-                preload,
-                json.dumps(arguments | {"modules": modules, "functions": functions}),
-            ],
-            env=environment(run_dir, variables) | limits_of_kernels(arguments["hidden"]),
-            stdin=subprocess.PIPE,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
+        process = _begin(
+            command, environment(run_dir, variables) | limits_of_kernels(arguments["hidden"]), log
         )
     (run_dir / "pid").write_text(str(process.pid))
     return Zygote(process, run_dir)
+
+
+def _begin(command: list[str], variables: Mapping[str, str], log: IO[bytes]) -> subprocess.Popen[bytes]:
+    """Start the zygote's process. Its session is its own: Ctrl-C is for pytest alone."""
+    return subprocess.Popen(
+        command, env=variables, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
+    )
 
 
 def short_temporary_folder() -> str:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from tests.helpers import warm_zygotes
 from tests.helpers.case_runner import CONFIG, HIDDEN
 
 HERE = Path(__file__).parent
@@ -26,10 +27,12 @@ class Command:
     """One run of `pytest --kv-connector=...`, begun at once."""
 
     def __init__(self, folder: Path, *arguments: str):
+        warm_zygotes.start()
         self.folder, self.mark = folder, f"{os.getpid()}-{time.monotonic_ns()}"
         # a short name: see `launch._short_temporary_folder`
         self.temporary = Path(tempfile.mkdtemp(prefix="kvt-"))
         self.shared_memory = set(os.listdir("/dev/shm"))
+        self.forks = set(warm_zygotes.descendants())
         keep = {
             name: value
             for name, value in os.environ.items()
@@ -38,7 +41,7 @@ class Command:
         }
         with (folder / "output").open("wb") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments],
+                [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "warm_zygotes", *arguments],
                 cwd=folder,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -51,7 +54,9 @@ class Command:
                 | {
                     MARK: self.mark,
                     "TMPDIR": str(self.temporary),
-                    "PYTHONPATH": os.pathsep.join([str(HERE), str(folder), os.environ.get("PYTHONPATH", "")]),
+                    "PYTHONPATH": os.pathsep.join(
+                        [str(HERE), str(folder), os.environ.get("PYTHONPATH", ""), str(warm_zygotes.HERE)]
+                    ),
                 },
             )
 
@@ -113,9 +118,12 @@ class Command:
     def processes(self) -> dict[int, str]:
         """Living processes of the run and their command lines.
 
-        They have the run's mark in their environment, wherever they are in the process tree.
+        They have the run's mark in their environment, wherever they are in the process tree. Of a fork Linux
+        shows the environment of the process that forked it: those forks are the run's that are new.
         """
-        found = {}
+        found = {
+            pid: "forked from imported_vllm.py" for pid in warm_zygotes.descendants() if pid not in self.forks
+        }
         for process in (Path("/proc", name) for name in filter(str.isdigit, os.listdir("/proc"))):
             with contextlib.suppress(OSError):  # it has ended while it was looked at
                 environment = (process / "environ").read_bytes()

@@ -15,6 +15,7 @@ the child.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import multiprocessing
 import sys
@@ -36,7 +37,8 @@ SIGNATURE = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
 PATIENCE_S = 60.0  # for the child: CUDA is up in seconds
 
 
-def mend_imports() -> list[str]:
+@functools.cache
+def mend_imports() -> tuple[str, ...]:
     """Import each optional package once and replace what does not load.
 
     Returns one sentence per replaced package.
@@ -62,7 +64,7 @@ def mend_imports() -> list[str]:
             "torchvision's native part does not load beside this torch; "
             f"its operators are declared without kernels ({error})"
         )
-    return replaced
+    return tuple(replaced)
 
 
 def _import_error(name: str) -> str:

@@ -1,0 +1,90 @@
+"""Zygotes that are forks are what zygotes that import vLLM are, and end as they do."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pytest_kvconform.rigs import launch
+from pytest_kvconform.rigs.launch import PRELOAD, STAND_IN, launch_zygote, wait_for_zygote
+from tests.helpers import warm_zygotes
+from tests.helpers.fixtures import must_be_installed
+from tests.helpers.imported_vllm import AT_START, why_not
+
+IMPORT_S = 240.0
+LLAMA = "LlamaForCausalLM"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _installed() -> None:
+    must_be_installed()
+
+
+def test_a_fork_knows_what_a_zygote_knows_that_imports(monkeypatch: pytest.MonkeyPatch) -> None:
+    forked = launch_zygote([LLAMA], [LLAMA])
+    monkeypatch.setattr(launch, "_begin", warm_zygotes._begin_cold)
+    cold = launch_zygote([LLAMA], [LLAMA])
+    try:
+        assert isinstance(forked.process, warm_zygotes.Forked)
+        assert isinstance(cold.process, subprocess.Popen)
+        assert wait_for_zygote(forked.address, IMPORT_S) == wait_for_zygote(cold.address, IMPORT_S)
+    finally:
+        assert [forked.close(), cold.close()] == [[], []]
+    assert (forked.process.returncode, cold.process.returncode) == (0, 0)
+    assert not forked.run_dir.exists()
+
+
+def test_an_early_end_of_a_fork_is_reported() -> None:
+    zygote = launch_zygote([LLAMA])
+    wait_for_zygote(zygote.address, IMPORT_S)
+    zygote.process.kill()
+    assert [said.partition(" had ")[2] for said in zygote.close()] == ["ended before, with exit code -9"]
+
+
+def test_a_fork_ends_with_its_standard_input() -> None:
+    zygote = launch_zygote([LLAMA])
+    wait_for_zygote(zygote.address, IMPORT_S)
+    assert zygote.process.stdin
+    zygote.process.stdin.close()
+    assert zygote.process.wait(20) == 0
+    assert not zygote.run_dir.exists()
+
+
+def _command(
+    hidden: tuple[str, ...] = (), functions: tuple[str, ...] = (), preload: str = PRELOAD
+) -> list[str]:
+    return ["run_dir", preload, json.dumps({"hidden": hidden, "functions": functions})]
+
+
+def _hides_json(folder: str) -> dict[str, str]:
+    Path(folder, "json.py").touch()
+    return {"PYTHONPATH": folder}
+
+
+@pytest.mark.parametrize(
+    ("command", "variables", "why"),
+    [
+        (_command(), {}, ""),
+        (_command(), {"TMPDIR": "/elsewhere", "KVCONFORM_LEASE": "3"}, ""),
+        (_command(), {"PYTHONPATH": os.fspath(Path(__file__).parent)}, ""),
+        (_command(preload="another:function"), {}, "something else"),
+        (_command(functions=(STAND_IN,)), {}, "something else"),
+        (_command(("avx512",)), {}, "other features of the CPU"),
+        (_command(), {"UCX_TLS": "self"}, "other variables: UCX_TLS"),
+        (_command(), _hides_json, "PYTHONPATH hides json"),
+    ],
+)
+def test_what_could_differ_is_no_fork(
+    tmp_path: Path,
+    command: list[str],
+    variables: dict[str, str] | Callable[[str], dict[str, str]],
+    why: str,
+) -> None:
+    more = variables(str(tmp_path)) if callable(variables) else variables
+    said = why_not(command, AT_START | more, ())
+    assert why in said and bool(why) == bool(said)
