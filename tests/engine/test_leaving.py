@@ -74,10 +74,13 @@ def test_a_process_that_is_killed_is_no_violation_and_ends_the_run(command: Run)
 
 
 def test_an_engine_that_hangs_in_garbage_collection_says_so(command: Run) -> None:
-    run = command(
-        "wrong_connectors:WaitsWhenCollected",
-        *("-k", "no_threads_ports_or_processes_left", "--kv-timeout-scale=0.2"),
-        *("--kv-family=llama", "--kv-topology=P1D1"),
-    )
+    for scale in ("0.2", "1"):  # on a busy machine an engine may not start in a fifth of the time
+        run = command(
+            "wrong_connectors:WaitsWhenCollected",
+            *("-k", "no_threads_ports_or_processes_left", f"--kv-timeout-scale={scale}"),
+            *("--kv-family=llama", "--kv-topology=P1D1"),
+        )
+        if run.code == 1:
+            break
     assert re.search(r"P did not answer within \d+ s in garbage collection \(threading\.py:\d+\)", run.text)
     assert (run.code, run.word) == (1, "VIOLATES"), run.text

@@ -26,7 +26,8 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 Upstream = NixlPullConnector
 CLOSES_S = 0.5  # after shutdown
-ENDS_S = 5.0  # more than the suite waits with --kv-timeout-scale=0.1, times cores.MOST, and less than with 3
+ENDS_S = 5.0  # more than the suite waits, and less than it waits with --kv-timeout-scale=3
+FOREVER_S = 120.0  # more than the suite waits, times cores.MOST
 
 
 class Right(NixlPullConnector):
@@ -333,6 +334,15 @@ class EndsSlowly(Nothing):
     def shutdown(self) -> None:
         if is_worker(self):
             threading.Thread(target=time.sleep, args=(ENDS_S,), name="drain", daemon=True).start()
+        super().shutdown()
+
+
+class EndsMuchLater(Nothing):
+    """A thread of the worker half ends two minutes after shutdown."""
+
+    def shutdown(self) -> None:
+        if is_worker(self):
+            threading.Thread(target=time.sleep, args=(FOREVER_S,), name="drain", daemon=True).start()
         super().shutdown()
 
 

@@ -19,7 +19,8 @@ import pytest
 
 ADDRESSES = {"a": "10.77.0.1", "b": "10.77.0.2"}  # pytest runs in "a"; P in either
 PORT = 6399  # in a namespace of its own every port is free
-START_S, ATTEMPTS = 180.0, 3  # for a node to be up
+START_S, ATTEMPTS = 180.0, 5  # for a node to be up
+UP = "Ray runtime started"  # what `ray start` prints then
 RAY = Path(sys.executable).with_name("ray")
 
 
@@ -101,9 +102,10 @@ def _bring_up(made: Namespaces, which: str, folder: str, count: int) -> None:
         process = _start(made, which, folder, log)
         deadline = time.monotonic() + START_S
         while process.poll() is None and time.monotonic() < deadline:
-            if _count_nodes(made) == count:
+            # The question takes as much of a core as the start of a node: only once the node says it is up.
+            if UP in log.read_text() and _count_nodes(made) == count:
                 return
-            time.sleep(1)
+            time.sleep(0.5)
         _kill_all(f"{made.name}{which}")
         process.wait(20)
     pytest.fail(f"a node of the cluster did not start:\n{log.read_text()}")
