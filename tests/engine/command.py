@@ -24,9 +24,9 @@ END_S = 240.0
 
 
 class Command:
-    """One run of `pytest --kv-connector=...`, begun at once."""
+    """One run of `pytest --kv-connector=...`, begun at once. `cold`: its zygote imports vLLM by itself."""
 
-    def __init__(self, folder: Path, *arguments: str):
+    def __init__(self, folder: Path, *arguments: str, cold: bool = False):
         warm_zygotes.start()
         self.folder, self.mark = folder, f"{os.getpid()}-{time.monotonic_ns()}"
         # a short name: see `launch._short_temporary_folder`
@@ -41,7 +41,11 @@ class Command:
         }
         with (folder / "output").open("wb") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "warm_zygotes", *arguments],
+                [
+                    *(sys.executable, "-m", "pytest", "-p", "no:cacheprovider"),
+                    *(() if cold else ("-p", "warm_zygotes")),
+                    *arguments,
+                ],
                 cwd=folder,
                 stdin=subprocess.DEVNULL,
                 stdout=output,

@@ -49,10 +49,10 @@ def _runs(folder: Path) -> Iterator[Run]:
     runs: list[Command] = []
     numbers = itertools.count()
 
-    def begin(spec: str, *more: str) -> Command:
+    def begin(spec: str, *more: str, cold: bool = False) -> Command:
         own = folder / str(next(numbers))
         own.mkdir()
-        runs.append(Command(own, *arguments(spec, *more)))
+        runs.append(Command(own, *arguments(spec, *more), cold=cold))
         return runs[-1]
 
     yield begin

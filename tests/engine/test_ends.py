@@ -173,7 +173,7 @@ WHEN = {
 @pytest.mark.parametrize("when", WHEN)
 def test_a_killed_run_leaves_nothing(begin: Run, when: str) -> None:
     connector, said = WHEN[when]
-    run = begin(f"wrong_connectors:{connector}")
+    run = begin(f"wrong_connectors:{connector}", cold=connector == "Right")
     run.wait_for(said)
     assert len(run.processes()) > 1
     run.send(signal.SIGKILL)

@@ -12,31 +12,35 @@ could differ from a fork.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import json
 import os
 import pickle
+import select
 import selectors
 import shutil
 import signal
 import socket
 import sys
 import tempfile
+import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from pytest_kvconform.rigs.launch import ENGINE_MODULES, GEOMETRY_MODULES, PRELOAD, STAND_IN
+from pytest_kvconform.rigs.launch import CLOSE_S, ENGINE_MODULES, GEOMETRY_MODULES
 from pytest_kvconform.rigs.processes import linux, zygote
-from pytest_kvconform.rigs.processes.linux import become_subreaper
+from pytest_kvconform.rigs.processes.linux import become_subreaper, die_with_parent
 from pytest_kvconform.rigs.vllm_setup import overrides, preload
 from pytest_kvconform.rigs.vllm_setup.optional_packages import mend_imports
 
 REAP_S = 0.05  # between two looks at which zygotes have ended
 MESSAGE = 1 << 20  # bytes of a request, at most
-# Variables that nothing reads while it is imported, and beginnings of the names of such variables.
+# Variables, and beginnings of names of variables, that change nothing in what is imported. Modules that read
+# the first three at once keep a folder of this process, which serves as well.
 MAY_DIFFER = {
     *("TMPDIR", "VLLM_CACHE_ROOT", "VLLM_CONFIG_ROOT", "PYTHONPATH", "PWD", "OLDPWD", "SHLVL", "_"),
     *("CI", "GITHUB_STEP_SUMMARY", "COLUMNS", "LINES", "NO_COLOR", "MISTAKES_FOUND_BY_TESTS"),
@@ -62,12 +66,9 @@ def import_vllm(hidden: Sequence[str]) -> None:
     linux.collapse_into_huge_pages()
 
 
-def why_not(command: Sequence[str], variables: Mapping[str, str], hidden: Sequence[str]) -> str:
+def why_not(command: Sequence[str], variables: Mapping[str, str], folder: str, hidden: Sequence[str]) -> str:
     """Why a fork of this process could differ from the zygote of this command; "" if it could not."""
-    preload_name, arguments = command[-2], json.loads(command[-1])
-    if preload_name != PRELOAD or STAND_IN in arguments["functions"]:
-        return "it imports something else"
-    if sorted(arguments["hidden"]) != sorted(hidden):
+    if sorted(json.loads(command[-1])["hidden"]) != sorted(hidden):
         return "it hides other features of the CPU"
     differ = {
         name
@@ -78,8 +79,8 @@ def why_not(command: Sequence[str], variables: Mapping[str, str], hidden: Sequen
     }
     if differ:
         return f"other variables: {', '.join(sorted(differ))}"
-    hides = {name for folder in folders_of(variables) for name in hidden_by(folder)}
-    return f"a folder of PYTHONPATH hides {', '.join(sorted(hides))}" if hides else ""
+    hides = {name for one in [folder, *folders_of(variables)] for name in hidden_by(one)}
+    return f"a folder of its path hides {', '.join(sorted(hides))}" if hides else ""
 
 
 def folders_of(variables: Mapping[str, str]) -> list[str]:
@@ -90,19 +91,22 @@ def folders_of(variables: Mapping[str, str]) -> list[str]:
 def hidden_by(folder: str) -> set[str]:
     """Modules that this process has imported, and that another process would import from the folder."""
     try:
-        names = {name.partition(".")[0] for name in os.listdir(folder)}
+        paths = list(Path(folder).iterdir())
     except OSError:
         return set()
-    here = {
+    names = {path.name.partition(".")[0] for path in paths if path.suffix in (".py", ".so")}
+    names |= {path.name for path in paths if (path / "__init__.py").exists()}
+    elsewhere = {
         name
         for name in names & sys.modules.keys()
         if not (getattr(sys.modules[name], "__file__", None) or "").startswith(os.path.join(folder, ""))
     }
-    return here | (names & {"sitecustomize", "usercustomize"})
+    return elsewhere | (names & {"sitecustomize", "usercustomize"})
 
 
 def become_zygote(command: Sequence[str], variables: dict[str, str], folder: str, files: list[int]) -> int:
     """Be the zygote of the command, as if Python had been started anew. Returns its exit code."""
+    die_with_parent()
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     source, log = files
@@ -114,20 +118,23 @@ def become_zygote(command: Sequence[str], variables: dict[str, str], folder: str
     imports_have_set = dict(os.environ.items() - AT_START.items())
     os.environ.clear()
     os.environ.update(variables | imports_have_set)
-    sys.path[:0] = [folder, *folders_of(variables)]
+    old = folders_of(AT_START)
+    sys.path[:] = [folder, *folders_of(variables), *(one for one in sys.path if one not in old)]
+    sys.modules["__main__"] = zygote  # what Python's multiprocessing imports in the processes that it starts
     importlib.invalidate_caches()
     tempfile.tempdir = None  # Python would go on with the folder that it has found first
     linux.collapse_into_huge_pages = lambda: 0  # of what this process shares it would make copies
     return zygote.main(Path(command[-3]), command[-2], json.loads(command[-1]))
 
 
-def fork(listener: socket.socket, *request: Any) -> int:
-    """Fork a zygote. Returns its pid."""
+def fork(sockets: Iterable[socket.socket], *request: Any) -> int:
+    """Fork a zygote, which has none of the sockets. Returns its pid."""
     if pid := os.fork():
         return pid
     code = 1
     try:
-        listener.close()
+        for one in sockets:
+            one.close()
         code = become_zygote(*request)
     except BaseException:
         traceback.print_exc()
@@ -143,7 +150,7 @@ def leave(code: int) -> NoReturn:
 
 
 def serve(listener: socket.socket, hidden: Sequence[str]) -> None:
-    """Fork zygotes until standard input ends. Then end what they left."""
+    """Fork zygotes until standard input ends."""
     clients: dict[int, socket.socket] = {}  # by pid
     with selectors.DefaultSelector() as selector:
         selector.register(listener, selectors.EVENT_READ)
@@ -152,26 +159,29 @@ def serve(listener: socket.socket, hidden: Sequence[str]) -> None:
             ready = {key.fileobj for key, _ in selector.select(REAP_S)}
             reap(clients)
             if 0 in ready:
-                return
+                return end(clients)
             if listener in ready:
                 client = listener.accept()[0]
-                if pid := answer(listener, client, hidden):
+                if pid := answer([listener, client, *clients.values()], client, hidden):
                     clients[pid] = client
                 else:
                     client.close()
 
 
-def answer(listener: socket.socket, client: socket.socket, hidden: Sequence[str]) -> int:
+def answer(sockets: Iterable[socket.socket], client: socket.socket, hidden: Sequence[str]) -> int:
     """Answer a request. Returns the pid of the zygote; 0: there is none."""
     client.settimeout(10)
+    if has_hung_up(client):  # it has waited long enough, and its zygote imports vLLM by itself
+        return 0
     try:
         message, files, _, _ = socket.recv_fds(client, MESSAGE, 2)
         try:
             command, variables, folder = pickle.loads(message)
-            if why := why_not(command, variables, hidden):
+            if why := why_not(command, variables, folder, hidden):
+                os.write(files[1], f"not forked from imported_vllm.py: {why}\n".encode())
                 client.sendall(pickle.dumps(("refused", why)))
                 return 0
-            pid = fork(listener, command, variables, folder, files)
+            pid = fork(sockets, command, variables, folder, files)
         finally:
             for file in files:
                 os.close(file)
@@ -179,6 +189,13 @@ def answer(listener: socket.socket, client: socket.socket, hidden: Sequence[str]
     except (OSError, EOFError, pickle.UnpicklingError):  # the client has ended
         return 0
     return pid
+
+
+def has_hung_up(client: socket.socket) -> bool:
+    """Whether the other side of a connection is closed."""
+    poll = select.poll()
+    poll.register(client, select.POLLHUP)
+    return bool(poll.poll(0))
 
 
 def reap(clients: dict[int, socket.socket]) -> None:
@@ -198,6 +215,19 @@ def reap(clients: dict[int, socket.socket]) -> None:
                     continue  # it has ended, too
 
 
+def end(clients: dict[int, socket.socket]) -> None:
+    """Let zygotes end, whose standard input ends at the same time. Kill what is left after their time."""
+    deadline = time.monotonic() + CLOSE_S
+    while left := linux.descendants_of(os.getpid()):
+        if time.monotonic() > deadline:
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            return
+        time.sleep(REAP_S)
+        reap(clients)
+
+
 def main(address: str, hidden: Sequence[str]) -> None:
     """Import vLLM and serve; the folder of the socket is removed in the end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -212,8 +242,6 @@ def main(address: str, hidden: Sequence[str]) -> None:
                 import_vllm(hidden)
             serve(listener, hidden)
     finally:
-        for pid in linux.descendants_of(os.getpid()):
-            os.kill(pid, signal.SIGKILL)
         shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -13,6 +13,7 @@ import pytest
 from pytest_kvconform.rigs import launch
 from pytest_kvconform.rigs.launch import PRELOAD, STAND_IN, launch_zygote, wait_for_zygote
 from tests.helpers import warm_zygotes
+from tests.helpers.case_runner import HIDDEN
 from tests.helpers.fixtures import must_be_installed
 from tests.helpers.imported_vllm import AT_START, why_not
 
@@ -26,9 +27,9 @@ def _installed() -> None:
 
 
 def test_a_fork_knows_what_a_zygote_knows_that_imports(monkeypatch: pytest.MonkeyPatch) -> None:
-    forked = launch_zygote([LLAMA], [LLAMA])
+    forked = launch_zygote([LLAMA], [LLAMA], HIDDEN)
     monkeypatch.setattr(launch, "_begin", warm_zygotes._begin_cold)
-    cold = launch_zygote([LLAMA], [LLAMA])
+    cold = launch_zygote([LLAMA], [LLAMA], HIDDEN)
     try:
         assert isinstance(forked.process, warm_zygotes.Forked)
         assert isinstance(cold.process, subprocess.Popen)
@@ -40,14 +41,16 @@ def test_a_fork_knows_what_a_zygote_knows_that_imports(monkeypatch: pytest.Monke
 
 
 def test_an_early_end_of_a_fork_is_reported() -> None:
-    zygote = launch_zygote([LLAMA])
+    zygote = launch_zygote([LLAMA], hidden=HIDDEN)
+    assert isinstance(zygote.process, warm_zygotes.Forked)
     wait_for_zygote(zygote.address, IMPORT_S)
     zygote.process.kill()
     assert [said.partition(" had ")[2] for said in zygote.close()] == ["ended before, with exit code -9"]
 
 
 def test_a_fork_ends_with_its_standard_input() -> None:
-    zygote = launch_zygote([LLAMA])
+    zygote = launch_zygote([LLAMA], hidden=HIDDEN)
+    assert isinstance(zygote.process, warm_zygotes.Forked)
     wait_for_zygote(zygote.address, IMPORT_S)
     assert zygote.process.stdin
     zygote.process.stdin.close()
@@ -55,14 +58,17 @@ def test_a_fork_ends_with_its_standard_input() -> None:
     assert not zygote.run_dir.exists()
 
 
-def _command(
-    hidden: tuple[str, ...] = (), functions: tuple[str, ...] = (), preload: str = PRELOAD
-) -> list[str]:
-    return ["run_dir", preload, json.dumps({"hidden": hidden, "functions": functions})]
+def _command(hidden: tuple[str, ...] = ()) -> list[str]:
+    return ["run_dir", PRELOAD, json.dumps({"hidden": hidden, "functions": ()})]
 
 
 def _hides_json(folder: str) -> dict[str, str]:
     Path(folder, "json.py").touch()
+    return {"PYTHONPATH": folder}
+
+
+def _hides_nothing(folder: str) -> dict[str, str]:
+    Path(folder, "json").mkdir()  # Python prefers a package of a later folder to a folder without __init__.py
     return {"PYTHONPATH": folder}
 
 
@@ -72,11 +78,10 @@ def _hides_json(folder: str) -> dict[str, str]:
         (_command(), {}, ""),
         (_command(), {"TMPDIR": "/elsewhere", "KVCONFORM_LEASE": "3"}, ""),
         (_command(), {"PYTHONPATH": os.fspath(Path(__file__).parent)}, ""),
-        (_command(preload="another:function"), {}, "something else"),
-        (_command(functions=(STAND_IN,)), {}, "something else"),
+        (_command(), _hides_nothing, ""),
         (_command(("avx512",)), {}, "other features of the CPU"),
         (_command(), {"UCX_TLS": "self"}, "other variables: UCX_TLS"),
-        (_command(), _hides_json, "PYTHONPATH hides json"),
+        (_command(), _hides_json, "path hides json"),
     ],
 )
 def test_what_could_differ_is_no_fork(
@@ -85,6 +90,21 @@ def test_what_could_differ_is_no_fork(
     variables: dict[str, str] | Callable[[str], dict[str, str]],
     why: str,
 ) -> None:
-    more = variables(str(tmp_path)) if callable(variables) else variables
-    said = why_not(command, AT_START | more, ())
+    (tmp_path / "path").mkdir()
+    more = variables(str(tmp_path / "path")) if callable(variables) else variables
+    said = why_not(command, AT_START | more, str(tmp_path), ())
     assert why in said and bool(why) == bool(said)
+
+
+def test_what_hides_a_module_in_the_working_folder_is_no_fork(tmp_path: Path) -> None:
+    _hides_json(str(tmp_path))
+    assert why_not(_command(), AT_START, str(tmp_path), ()) == "a folder of its path hides json"
+
+
+@pytest.mark.parametrize(
+    ("preload", "more"), [(launch.LIGHT_PRELOAD, ()), (PRELOAD, (STAND_IN,))], ids=["light", "stand-in"]
+)
+def test_a_zygote_that_imports_something_else_is_no_fork(preload: str, more: tuple[str, ...]) -> None:
+    zygote = launch_zygote((), more=more, preload=preload)
+    assert zygote.close() == []
+    assert isinstance(zygote.process, subprocess.Popen)

@@ -9,6 +9,7 @@ with another environment, for example.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import pickle
 import shutil
@@ -20,17 +21,20 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
+from unittest.mock import patch
 
 import pytest
 
 from pytest_kvconform.rigs import launch
-from pytest_kvconform.rigs.processes.linux import descendants_of
+from pytest_kvconform.rigs.processes.linux import descendants_of, has_gone
 
 HERE = Path(__file__).parent
 ADDRESS = "TESTS_IMPORTED_VLLM"  # environment variable: the socket of a process that already runs
 PID = "TESTS_IMPORTED_VLLM_PID"
 READY_S = 300.0  # for the first answer
 CONNECT_S = 20.0  # until the process listens, which it does before it imports
+END_S = launch.CLOSE_S + 10.0  # for the process to end with its zygotes
+_at_start: dict[str, str] = {}  # the environment of pytest, before a test changes it
 _own: subprocess.Popen[bytes] | None = None
 _begin_cold = launch._begin
 
@@ -58,16 +62,20 @@ class Forked:
     def kill(self) -> None:
         """End it at once."""
         if self.returncode is None:
-            os.kill(self.pid, 9)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, 9)
 
 
 def begin(command: list[str], variables: Mapping[str, str], log: IO[bytes]) -> Any:
     """Start a zygote: a fork, or a process of its own where a fork could differ from it."""
+    functions = json.loads(command[-1])["functions"]
+    if command[-2] != launch.PRELOAD or launch.STAND_IN in functions or launch._has_gpu():
+        return _begin_cold(command, variables, log)
     server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     source, sink = os.pipe()
     try:
-        _connect(server)
         server.settimeout(READY_S)
+        _connect(server)
         request = pickle.dumps((command, dict(variables), os.getcwd()))
         socket.send_fds(server, [request], [source, log.fileno()])
         what, value = _received(server)
@@ -99,10 +107,12 @@ def start() -> None:
 
     folder = Path(tempfile.mkdtemp(prefix="kvi-", dir=launch.short_temporary_folder()))
     os.environ[ADDRESS] = str(folder / "socket")
+    with patch.dict(os.environ, _at_start, clear=True):
+        variables = launch.environment(folder)
     with (folder / "log").open("wb") as log:
         _own = subprocess.Popen(
             [sys.executable, str(HERE / "imported_vllm.py"), os.environ[ADDRESS], ",".join(HIDDEN)],
-            env=launch.environment(folder) | launch.limits_of_kernels(HIDDEN),
+            env=variables | launch.limits_of_kernels(HIDDEN),
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,
@@ -113,7 +123,9 @@ def start() -> None:
 
 def descendants() -> list[int]:
     """The pids of all zygotes that are forks, and of all that they started."""
-    return descendants_of(int(os.environ[PID]))
+    pid = int(os.environ[PID])
+    assert not has_gone(pid), "the process that has imported vLLM has ended"
+    return descendants_of(pid)
 
 
 def _connect(server: socket.socket) -> None:
@@ -130,6 +142,7 @@ def _connect(server: socket.socket) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     launch._begin = begin
+    _at_start.update(os.environ)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -138,7 +151,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     if _own and _own.stdin:
         _own.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            _own.wait(10)
+            _own.wait(END_S)
         _own.kill()
         _own.wait(5)
         shutil.rmtree(Path(os.environ[ADDRESS]).parent, ignore_errors=True)
