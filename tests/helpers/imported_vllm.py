@@ -40,10 +40,22 @@ from pytest_kvconform.rigs.vllm_setup.optional_packages import mend_imports
 REAP_S = 0.05  # between two looks at which zygotes have ended
 MESSAGE = 1 << 20  # bytes of a request, at most
 # Variables, and beginnings of names of variables, that change nothing in what is imported. Modules that read
-# the first three at once keep a folder of this process, which serves as well.
+# the first four at once keep a folder of this process, which serves as well.
 MAY_DIFFER = {
-    *("TMPDIR", "VLLM_CACHE_ROOT", "VLLM_CONFIG_ROOT", "PYTHONPATH", "PWD", "OLDPWD", "SHLVL", "_"),
-    *("CI", "GITHUB_STEP_SUMMARY", "COLUMNS", "LINES", "NO_COLOR", "MISTAKES_FOUND_BY_TESTS"),
+    *("TMPDIR", "VLLM_CACHE_ROOT", "VLLM_CONFIG_ROOT", "TORCHINDUCTOR_CACHE_DIR"),
+    *(
+        "PYTHONPATH",
+        "PWD",
+        "OLDPWD",
+        "SHLVL",
+        "_",
+        "CI",
+        "GITHUB_STEP_SUMMARY",
+        "COLUMNS",
+        "LINES",
+        "NO_COLOR",
+    ),
+    *("MISTAKES_FOUND_BY_TESTS", "NO_MKDOCS_2_WARNING"),  # the latter is set by MkDocs, in tests of docs
 }
 BEGINNINGS = ("KVCONFORM_", "PYTEST_", "TESTS_")
 AT_START = dict(os.environ)
@@ -73,7 +85,8 @@ def why_not(command: Sequence[str], variables: Mapping[str, str], folder: str, h
     differ = {
         name
         for name in AT_START.keys() | variables.keys()
-        if AT_START.get(name) != variables.get(name)
+        # of a process that has imported vLLM, the client has the variables that imports set
+        if variables.get(name) not in (AT_START.get(name), os.environ.get(name))
         and name not in MAY_DIFFER
         and not name.startswith(BEGINNINGS)
     }
