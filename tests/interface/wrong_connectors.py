@@ -26,8 +26,6 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 Upstream = NixlPullConnector
 CLOSES_S = 0.5  # after shutdown
-ENDS_S = 5.0  # more than the suite waits, and less than it waits with --kv-timeout-scale=3
-FOREVER_S = 120.0  # more than the suite waits, times cores.MOST
 
 
 class Right(NixlPullConnector):
@@ -326,24 +324,6 @@ class KeepsAFile(Nothing):
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any):
         super().__init__(vllm_config, role, kv_cache_config)
         os.open(os.devnull, os.O_RDONLY)
-
-
-class EndsSlowly(Nothing):
-    """A thread of the worker half ends some seconds after shutdown."""
-
-    def shutdown(self) -> None:
-        if is_worker(self):
-            threading.Thread(target=time.sleep, args=(ENDS_S,), name="drain", daemon=True).start()
-        super().shutdown()
-
-
-class EndsMuchLater(Nothing):
-    """A thread of the worker half ends two minutes after shutdown."""
-
-    def shutdown(self) -> None:
-        if is_worker(self):
-            threading.Thread(target=time.sleep, args=(FOREVER_S,), name="drain", daemon=True).start()
-        super().shutdown()
 
 
 class ClosesLate(Nothing):

@@ -300,11 +300,8 @@ def test_what_a_connector_does_when_connections_break(
     run_cases: Callable[..., Reported], wrong: Wrong
 ) -> None:
     only = ("protocol/peers/unreachable",)
-    judged = wrong.fails or None
-    shows = "FAIL" if wrong.fails else ""
-    reported = run_cases(
-        wrong.connector, wrong.topology, wrong.scale, modules=only, judged=judged, shows=shows
-    )
+    how = {"judged": wrong.fails or None, "shows": "FAIL" if wrong.fails else ""}
+    reported = run_cases(wrong.connector, wrong.topology, wrong.scale, modules=only, **how)
     mine = {name: what for name, what in reported.items() if name.startswith(("load_ends", "broken"))}
     assert len(mine) == 3
     assert {name for name, (outcome, _) in mine.items() if outcome == "FAIL"} >= wrong.fails.keys()

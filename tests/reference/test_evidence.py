@@ -257,7 +257,9 @@ def test_second_turn(
     moved = [int(row[4].replace(",", "")) for row in (kept, without)]
     hit = int(kept[1].split()[0])
     assert hit > 0 and without[1].startswith("0 ") and int(without[2]) - int(kept[2]) == hit
-    assert moved[1] - moved[0] == hit * 10 * 2 * 2 * 256 * 2  # layers, heads, K and V, numbers of bfloat16
+    more = hit * 10 * 2 * 2 * 256 * 2  # layers, heads, K and V, numbers of bfloat16
+    # After each load D reads a number of 8 bytes from P's ledger, which may be counted with the next load.
+    assert abs(moved[1] - moved[0] - more) in (0, 8, 16)
     assert 0 < int(kept[5]) < int(without[5])
     assert (kept[6], without[6]) == (("0 |", "0 |") if not code else ("1 |", "0 |"))
 
