@@ -39,25 +39,27 @@ from pytest_kvconform.rigs.vllm_setup.optional_packages import mend_imports
 
 REAP_S = 0.05  # between two looks at which zygotes have ended
 MESSAGE = 1 << 20  # bytes of a request, at most
-# Variables, and beginnings of names of variables, that change nothing in what is imported. Modules that read
-# the first four at once keep a folder of this process, which serves as well.
-MAY_DIFFER = {
-    *("TMPDIR", "VLLM_CACHE_ROOT", "VLLM_CONFIG_ROOT", "TORCHINDUCTOR_CACHE_DIR"),
+# Beginnings of the names of variables that libraries may read while they are imported or loaded.
+EARLY = (
     *(
-        "PYTHONPATH",
-        "PWD",
-        "OLDPWD",
-        "SHLVL",
-        "_",
-        "CI",
-        "GITHUB_STEP_SUMMARY",
-        "COLUMNS",
-        "LINES",
-        "NO_COLOR",
+        "VLLM_",
+        "UCX_",
+        "NIXL_",
+        "GLOO_",
+        "CUDA_",
+        "NVIDIA_",
+        "OMP_",
+        "KMP_",
+        "MKL_",
+        "ONEDNN_",
+        "DNNL_",
+        "ATEN_",
     ),
-    *("MISTAKES_FOUND_BY_TESTS", "NO_MKDOCS_2_WARNING"),  # the latter is set by MkDocs, in tests of docs
-}
-BEGINNINGS = ("KVCONFORM_", "PYTEST_", "TESTS_")
+    *("THP_", "TORCH_", "PYTORCH_", "TRITON_", "NUMBA_", "HF_HOME", "HF_HUB_", "TRANSFORMERS_", "RAY_"),
+    *("HOME", "PATH", "LD_PRELOAD", "LANG", "LC_"),
+)
+# What reads these keeps a folder of this process, which serves as well.
+MAY_DIFFER = {"VLLM_CACHE_ROOT", "VLLM_CONFIG_ROOT"}
 AT_START = dict(os.environ)
 
 
@@ -85,10 +87,9 @@ def why_not(command: Sequence[str], variables: Mapping[str, str], folder: str, h
     differ = {
         name
         for name in AT_START.keys() | variables.keys()
-        # of a process that has imported vLLM, the client has the variables that imports set
+        if name.startswith(EARLY) and name not in MAY_DIFFER
+        # a client that has imported vLLM itself has the variables that imports set
         if variables.get(name) not in (AT_START.get(name), os.environ.get(name))
-        and name not in MAY_DIFFER
-        and not name.startswith(BEGINNINGS)
     }
     if differ:
         return f"other variables: {', '.join(sorted(differ))}"

@@ -97,8 +97,8 @@ def test_what_could_differ_is_no_fork(
 
 
 def test_what_imports_set_does_not_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SET_BY_AN_IMPORT", "1")
-    assert why_not(_command(), AT_START | {"SET_BY_AN_IMPORT": "1"}, str(tmp_path), ()) == ""
+    monkeypatch.setenv("UCX_SET_BY_AN_IMPORT", "1")
+    assert why_not(_command(), AT_START | {"UCX_SET_BY_AN_IMPORT": "1"}, str(tmp_path), ()) == ""
 
 
 def test_what_hides_a_module_in_the_working_folder_is_no_fork(tmp_path: Path) -> None:
