@@ -108,7 +108,7 @@ def test_a_store_that_keeps_blocks_now_and_then_moves_every_byte(
     ("store", "save_delay", "rules"),
     [
         ("FindsLater", 0.2, set()),
-        ("FindsLater", 0.0, {"KV-HANDOVER-002"}),
+        ("FindsMuchLater", 0.0, {"KV-HANDOVER-002"}),
         ("FindsNothing", 0.2, {"KV-HANDOVER-002"}),
     ],
 )
