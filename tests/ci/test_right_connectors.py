@@ -41,6 +41,7 @@ WRONG = {
 }
 OTHERS = (
     {"TcpPull", "SavesBeforeReuse", "HoldsBlocks", "NoEvents", "SavesInBackground", "TakesItsTime"}
+    | {"FindsMuchLater"}
     | BASES
     | WRONG
 )
