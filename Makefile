@@ -2,7 +2,7 @@
 # is: make conform VENV="$$VIRTUAL_ENV".
 CONNECTOR ?= reference_connector:ReferenceConnector
 ARGS ?=
-JOBS ?= 2
+JOBS ?=
 VLLM ?=
 WITH ?=
 VENV ?= .venv$(if $(VLLM),-$(VLLM))$(if $(WITH),-$(WITH))
@@ -28,7 +28,7 @@ help:
 	@echo "make clean                                remove .venv, caches and reports"
 	@echo "Variables:"
 	@echo "  CONNECTOR=NAME|MODULE:CLASS   default: $(CONNECTOR)"
-	@echo "  JOBS=$(JOBS)                        cells, or files of tests, side by side; 0: in one process"
+	@echo "  JOBS=                         cells (2), or files of tests (3), side by side; 0: in one process"
 	@echo "  VLLM=                         a minor of vLLM, 0.31 to 0.33, or main; 0.33 and main without kernels"
 	@echo "  WITH=mooncake|lmcache         what a connector needs; an environment of its own has it"
 	@echo "  VENV=$(VENV)                    the virtual environment"
@@ -38,11 +38,11 @@ help:
 # When this ends with 'Error N', N is pytest's exit code: 1 violation, 10 incomplete, 11 harness.
 conform:
 	@$(SETUP) cpu accuracy $(WITH)
-	@$(VENV)/bin/pytest --kv-connector='$(CONNECTOR)' $(DECLARED) -n $(JOBS) $(ARGS)
+	@$(VENV)/bin/pytest --kv-connector='$(CONNECTOR)' $(DECLARED) -n $(or $(JOBS),2) $(ARGS)
 
 test:
 	@$(SETUP) cpu accuracy test
-	@$(VENV)/bin/pytest -n $(JOBS) --dist loadfile $(ARGS)
+	@$(VENV)/bin/pytest -n $(or $(JOBS),3) --dist loadfile $(ARGS)
 
 lint:
 	@$(SETUP) test
