@@ -40,23 +40,9 @@ from pytest_kvconform.rigs.vllm_setup.optional_packages import mend_imports
 REAP_S = 0.05  # between two looks at which zygotes have ended
 MESSAGE = 1 << 20  # bytes of a request, at most
 # Beginnings of the names of variables that libraries may read while they are imported or loaded.
-EARLY = (
-    *(
-        "VLLM_",
-        "UCX_",
-        "NIXL_",
-        "GLOO_",
-        "CUDA_",
-        "NVIDIA_",
-        "OMP_",
-        "KMP_",
-        "MKL_",
-        "ONEDNN_",
-        "DNNL_",
-        "ATEN_",
-    ),
-    *("THP_", "TORCH_", "PYTORCH_", "TRITON_", "NUMBA_", "HF_HOME", "HF_HUB_", "TRANSFORMERS_", "RAY_"),
-    *("HOME", "PATH", "LD_PRELOAD", "LANG", "LC_"),
+EARLY = tuple(
+    "VLLM_ UCX_ NIXL_ GLOO_ CUDA_ NVIDIA_ OMP_ KMP_ MKL_ ONEDNN_ DNNL_ ATEN_ THP_ TORCH_ PYTORCH_ TRITON_ "
+    "NUMBA_ HF_HOME HF_HUB_ TRANSFORMERS_ RAY_ HOME PATH LD_PRELOAD LANG LC_".split()
 )
 # What reads these keeps a folder of this process, which serves as well.
 MAY_DIFFER = {"VLLM_CACHE_ROOT", "VLLM_CONFIG_ROOT"}
