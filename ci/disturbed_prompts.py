@@ -9,8 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from pytest_kvconform.rigs.bytes.handover import shared_owners
-from pytest_kvconform.rigs.bytes.messages import ByteRequest
+from pytest_kvconform.rigs.bytes.messages import ByteRequest, shared_owners
 from pytest_kvconform.rigs.engine.messages import ON_D, ON_P, PREFILL
 from pytest_kvconform.rigs.scenario import VOCABULARY
 

@@ -57,6 +57,7 @@ class Side(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prefix_caching: bool = True
     kernel: int = 0  # tokens of a kernel's block, content "packed" only; 0: any multiple of 16
     in_flight: bool = False  # asynchronous scheduling: a step is in flight while the next is scheduled
+    hma: bool = True  # whether vLLM may use its hybrid memory allocator
 
 
 class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -158,8 +158,11 @@ def _layer_facts(cell: Cell) -> Iterator[str]:
         if family.draft:
             yield "draft-model"
         return
-    geometry = load_geometries()[cell.family]
-    yield from (_FACT_OF_KIND[type(kind)] for kind in geometry.kinds.values())
+    geometry, side = load_geometries()[cell.family], load_byte_matrices().setups[cell.setup].decode
+    kinds = {type(kind) for kind in geometry.kinds.values()}
+    if not side.hma:  # without it every layer of attention keeps all tokens
+        kinds = {FullAttention if kind is SlidingWindow else kind for kind in kinds}
+    yield from (_FACT_OF_KIND[kind] for kind in kinds)
     if geometry.draft_layers:
         yield "draft-model"
 

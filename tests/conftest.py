@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pytest_kvconform.pytest_hooks.lost_workers import LostWorkers
+from pytest_kvconform.rigs.processes import cores
 
 # Only a conftest that pytest loads at its start may name plugins.
 pytest_plugins = [
@@ -18,3 +19,7 @@ pytest_plugins = [
 def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(LostWorkers(returncode=11), "lost-workers")
+
+
+def pytest_runtest_setup() -> None:
+    cores._looks.clear()  # a test may have its own clock, and its own waits for a core

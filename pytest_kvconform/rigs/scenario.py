@@ -140,7 +140,7 @@ class Transfer:
 
     name: str  # the last word of a case's id
     prompts: tuple[Prompt, ...]
-    budget: int = 0  # tokens P may compute in a step; 0: no chunking
+    budget: int = 0  # tokens of each prompt that P may compute in a step; 0: no chunking
     reuse: bool = False  # other requests of P overwrite blocks as soon as they are free
     generates: int = 1  # tokens P generates before it hands over
     # "P": its request, while its prompt is computed in chunks; "D": its request, after its first token
@@ -148,6 +148,7 @@ class Transfer:
     faults: tuple[Faults, ...] = ()  # what the transport of either engine does wrong; empty: NIXL as it is
     fails: bool = False  # whether the faults let the load of a request fail
     policy: str = "fail"  # vLLM's kv_load_failure_policy, where there are faults
+    beside: bool = False  # whether the requests that compute `warm` on D go on until the load has ended
     graphs: bool = False  # whether steps of one token a request are replayed as full CUDA graphs
 
     def __str__(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from model_matrix import parse_topology
 from pytest_kvconform import rules
 from pytest_kvconform.kvspace.pools.diagnose import count_pool, diagnose_pool
 from pytest_kvconform.kvspace.pools.draw import draw_pool
@@ -24,6 +25,11 @@ RIGHT, COMPUTED, REFUSED, WRONG, STUCK = ("right", "computed", "refused", "wrong
 def one_rank(cell: Cell) -> bool:
     """Whether P and D have one rank each: in this cell many engines run side by side."""
     return cell.topology == "P1D1"
+
+
+def one_rank_of_d(cell: Cell) -> bool:
+    """Whether D has one rank. P may have several."""
+    return parse_topology(cell.topology)[1] == 1
 
 
 def observe(bench: Bench, name: str) -> ScenarioObservation:

@@ -133,6 +133,23 @@ def test_a_store_is_asked_what_p_has_saved(
         assert "the store does not keep the prompts of so many questions" in run.reasons[LOADED]
 
 
+def test_a_d_with_a_cache_of_its_own_is_no_baseline(run_cases: Run, questions: Callable[..., None]) -> None:
+    """It loads when it is asked alone, too. A server without a connector is asked instead."""
+    questions(16)
+    run = run_cases("tests.right_connectors.designs:OwnCache")
+    assert not run.failed, run.findings
+    assert {run.outcomes[name] for name in (ANSWERED, LOADED, BYTES, BLOCKS)} == {"PASS"}, run.reasons
+
+
+def test_what_d_has_in_a_cache_of_its_own_is_no_hand_over(
+    run_cases: Run, questions: Callable[..., None]
+) -> None:
+    questions(16)
+    run = run_cases("LoadsItsOwn")
+    assert LOADED in run.failed
+    assert "although D was asked one question after" in run.findings[LOADED].happened
+
+
 def test_one_wrong_block_in_one_request_of_twenty_changes_answers(
     run_cases: Run, questions: Callable[..., None]
 ) -> None:

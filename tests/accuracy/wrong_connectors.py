@@ -13,6 +13,7 @@ os.environ["VLLM_SSM_CONV_STATE_LAYOUT"] = "DS"
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPullConnector
 from vllm.model_executor.models.utils import extract_layer_index
 
+from tests.right_connectors.designs import OwnCache
 from tests.right_connectors.stores import Evicts as Evicts
 from tests.right_connectors.stores import WholeBlocks
 
@@ -123,6 +124,15 @@ class FailsEachLoad(Right):
         results.finished_recving.update(failing)
         results.failed_recving.update(failing)
         return results
+
+
+class LoadsItsOwn(OwnCache):
+    """D loads nothing of what P hands over, and whatever it has computed itself before."""
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
+        found = self.store.get_num_new_matched_tokens(request, num_computed_tokens)
+        (self.own.add if found[0] else self.own.discard)(request.request_id)
+        return found
 
 
 class KeepsForItself(WholeBlocks):

@@ -5,7 +5,7 @@ from functools import partial
 from tests.helpers.case_runner import CaseRunner
 from tests.helpers.fixtures import fixtures
 
-GEOMETRIES = ("llama3_1_8b", "gemma3_1b", "kimi_k2_5_eagle3", "qwen3_5_35b_a3b")
+GEOMETRIES = ("llama3_1_8b", "gemma3_1b", "gpt_oss_20b", "kimi_k2_5_eagle3", "qwen3_5_35b_a3b")
 case_runner, run_cases = fixtures(
     lambda: CaseRunner("tests.bytes.wrong_connectors", "bytes", GEOMETRIES, "full"),
     lambda case_runner: partial(case_runner.run, setup="b16"),

@@ -14,6 +14,7 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlConnectorMetadata
 
 from reference_connector import ReferenceConnector
+from reference_connector.messages import GroupLoad
 from tests.engine.wrong_connectors import (
     AnnouncesLess,
     BacksOff,
@@ -151,6 +152,21 @@ class ShortWindow(Right):
         if self.connector_scheduler is not None:
             blocks = self.connector_scheduler.blocks_per_sw
             self.connector_scheduler.blocks_per_sw = [count - 1 if count else 0 for count in blocks]
+
+
+class TakesTheHitForTheWindow(ReferenceConnector):
+    """Loads nothing for layers with a window if D's own prefix hit is as long as the window."""
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
+        self.hit = num_computed_tokens
+        return super().get_num_new_matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        load = self._scheduler._orders.loads.get(request.request_id)
+        for index, group in enumerate(self._scheduler._groups if load else ()):
+            if 0 < group.window <= self.hit:
+                load.groups[index] = GroupLoad()
 
 
 # ---- what D's cache holds after the read ---------------------------------------------------------

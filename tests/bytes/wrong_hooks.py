@@ -1,26 +1,33 @@
-"""Connectors with one mistake each in hooks of vLLM's second model runner, or in the way of statistics.
+"""Connectors with one mistake each in hooks of vLLM's second model runner, in the way of statistics, in block
+tables that they keep themselves, or in windows.
 
-All of them are vLLM's NixlConnector but for what the first sentence of their docstring says.
+All of them are vLLM's NixlConnector, or ReferenceConnector, but for what the first sentence of their
+docstring says.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from vllm.distributed.kv_transfer import has_kv_transfer_group
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from tests.engine.wrong_connectors import Right
+from reference_connector import ReferenceConnector
+from tests.engine.wrong_connectors import Groups, Right
 
 __all__ = [
     "BuildsNoMetrics",
+    "ClipsEachWindow",
     "CountsDown",
     "CountsLoads",
     "DividesByNothing",
     "EndsWithTheForward",
+    "FollowsTheFirst",
     "ForgetsAtCapture",
     "ForgetsToRebuild",
     "HandsOverWhatRuns",
@@ -214,3 +221,38 @@ class BuildsNoMetrics(CountsLoads):
     @classmethod
     def build_prom_metrics(cls, *args: Any) -> KVConnectorPromMetrics | None:
         raise ValueError("Invalid metric name: vllm:loads per second")
+
+
+# ---- block tables ----
+
+
+class FollowsTheFirst(Right):
+    """Follows block tables from step to step, and adds the new blocks of the first running request to all."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any):
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.tables = dict[str, list[int]]()
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        for new in scheduler_output.scheduled_new_reqs:
+            self.tables[new.req_id] = list(new.block_ids[0])
+        running = scheduler_output.scheduled_cached_reqs
+        for name in running.req_ids:
+            self.tables[name] += (running.new_block_ids[0] or [[]])[0]
+        return super().build_connector_meta(scheduler_output)
+
+    def request_finished_all_groups(self, request: Any, block_ids: Groups) -> Any:
+        return super().request_finished_all_groups(request, (self.tables.pop(request.request_id),))
+
+
+class ClipsEachWindow(ReferenceConnector):
+    """Loads the window alone of all layers that have one, also where vLLM keeps all their tokens."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any):
+        super().__init__(vllm_config, role, kv_cache_config)
+        if role is KVConnectorRole.SCHEDULER:
+            specs = [group.kv_cache_spec for group in kv_cache_config.transfer_groups]
+            self._scheduler._groups = tuple(
+                replace(group, window=getattr(spec, "sliding_window", None) or 0)
+                for group, spec in zip(self._scheduler._groups, specs, strict=True)
+            )

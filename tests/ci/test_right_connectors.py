@@ -21,10 +21,10 @@ from tests.helpers.fixtures import ROOT, must_be_installed
 SCRIPT = ROOT / "ci" / "right_connectors.py"
 HERE = ROOT / "tests" / "right_connectors"
 # Classes that no run needs: bases, the wrong connectors beside the right ones, and those that know one rank
-# or one kind of layers, of which scripted workers cannot report all, or that load too little beside a fault,
-# or for an answer to show something, or are wrong inside MultiConnector, or slow. tests/bytes, tests/faults,
-# tests/peers, tests/engine, test_reuse.py, test_answers.py and test_bookkeeping.py run the cases for which
-# they are there.
+# or one kind of layers, of which scripted workers cannot report all, or wait for what these cannot say, or
+# that load too little beside a fault, or for an answer to show something, or are wrong inside MultiConnector,
+# or slow. tests/bytes, tests/faults, tests/peers, tests/engine, tests/scheduler, test_reuse.py and
+# test_bookkeeping.py run the cases for which they are there.
 BASES = {"Right", "StopsElsewhere", "LessOfSome", "OtherHalf"}
 WRONG = {
     "MovesNothing",
@@ -38,10 +38,15 @@ WRONG = {
     "HoldsBlocksForEver",
     "FindsNothing",
     "KeepsWhatTheLastStepLacks",
+    "HearsNothing",
+    "HearsOfEndsOfP",
+    "MeetsNobody",
+    "LosesALookup",
+    "SaysNothing",
 }
 OTHERS = (
     {"TcpPull", "SavesBeforeReuse", "HoldsBlocks", "NoEvents", "SavesInBackground", "TakesItsTime"}
-    | {"FindsMuchLater"}
+    | {"FindsMuchLater", "MeetsFirst", "HearsOfEndsOfD"}
     | BASES
     | WRONG
 )

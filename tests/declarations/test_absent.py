@@ -15,6 +15,7 @@ from tests.helpers.fixtures import fixtures
 case_runner, run_cases = fixtures(
     lambda: CaseRunner("tests.declarations.absent", "bytes", ("llama3_1_8b",), "quick"),
     lambda case_runner: partial(_run, case_runner),
+    scope="module",
 )
 START = ("engine_starts_in_vllm_call_order", "engines_start", "attention_kv_arrives")
 

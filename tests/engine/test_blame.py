@@ -37,9 +37,10 @@ def fault_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def broken(request: pytest.FixtureRequest, fault_file: Path) -> Iterator[CaseRunner]:
     """A zygote whose vLLM fails as the file says."""
     fault_file.write_text("")
-    with importable_from(HERE, FAULT), pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_FAULT", str(fault_file))
-        case_runner = CaseRunner(tier=request.param, families=("llama",))
+    with importable_from(HERE):
+        with importable_from(FAULT), pytest.MonkeyPatch.context() as patch:  # no other zygote has this vLLM
+            patch.setenv("VLLM_FAULT", str(fault_file))
+            case_runner = CaseRunner(tier=request.param, families=("llama",))
         yield case_runner
     assert case_runner.close() == []
 

@@ -33,6 +33,10 @@ RIGHT = [
     ("Right", "kimi_k2_5_eagle3", FEW_DRAFT),
     ("LayerWise", "kimi_k2_5_eagle3", FEW_DRAFT),
     ("BacksOff", "kimi_k2_5_eagle3", FEW_DRAFT),
+    # follows every request, and raises KeyError for one in a step about which no hook has told it before
+    ("tests.right_connectors.designs:OwnCache", "llama", "n1 n33 two_at_once partial_hit abort_loading"),
+    # its workers report each end that vLLM tells them
+    ("tests.right_connectors.workers:HearsOfEnds", "llama", "n1 n33 two_at_once"),
 ]
 
 

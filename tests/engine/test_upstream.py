@@ -67,6 +67,13 @@ def test_the_window_is_torn_at_exactly_the_lengths_of_the_formula(
     )
 
 
+def test_no_window_is_torn_where_vllm_keeps_all_tokens(run_cases: Callable[..., CellRun]) -> None:
+    run = run_cases("NoHMA", "gemma3", variants="n63 n64")
+    for name in ("sliding_window_is_complete[n63]", "sliding_window_is_complete[n64]"):
+        assert run.outcomes[name] == "NOT-APPLICABLE"
+        assert run.reasons[name].startswith("NoHMA lacks HMA")
+
+
 def test_a_state_passes_within_measured_noise(run_cases: Callable[..., CellRun]) -> None:
     run = run_cases("NixlConnector", "qwen3_5")
     assert set(run.outcomes.values()) == {"PASS"}

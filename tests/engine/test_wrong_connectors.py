@@ -24,6 +24,8 @@ STOPPED = {
 }  # cases that need a hand-over that ended
 DUMB = {"attention_kv_arrives", "unowned_blocks_are_unchanged", "d_loads_all_whole_blocks"}  # need given KV
 mistake = functools.partial(Wrong, family="llama", variants="n200")
+# the case about windows does not apply
+keeps_all = functools.partial(Wrong, family="gemma3", variants="n200", unsure={"sliding_window_is_complete"})
 
 
 def bytes_and_outputs(says: str) -> dict[str, str]:
@@ -298,12 +300,8 @@ WRONG = [
         scale=SHORT,
     ),
     # What it is.
-    mistake(
-        "NoHMA",
-        {"hybrid_allocator_stays_on": "NoHMA lacks HMA in this configuration"},
-        family="gemma3",
-        variants="n64",
-    ),
+    keeps_all("NoHMA", {"hybrid_allocator_stays_on": "NoHMA lacks HMA in this configuration"}),
+    keeps_all("LoadsTheWindow", {"hybrid_allocator_stays_on": "", **bytes_and_outputs("")}),
 ]
 
 

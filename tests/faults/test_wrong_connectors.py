@@ -66,6 +66,11 @@ WRONG = [
         blocked={"attention_kv_arrives"},
     ),
     Wrong(
+        "FailsTheHit",
+        in_transfers("not_begun", "every_request_ends", "D also ended a running request with an error"),
+        variants="failed not_begun slow",
+    ),
+    Wrong(
         "IgnoresRelease",
         in_transfers(
             "lingers",

@@ -68,6 +68,9 @@ class Right(Worker):
 # ---- transfers that fail -------------------------------------------------------------------------
 
 
+TABLES: dict[str, set[int]] = {}  # of requests, for both halves: they are in one process
+
+
 class ForgetsFailure(Worker):
     """Gives a failed handle back, and remembers nothing else of it: the load is reported as finished."""
 
@@ -134,6 +137,28 @@ class FailsAll(Worker):
             return bool(handle_failed(req_id, *args, **kwargs))
 
         worker._handle_failed_transfer = failed
+
+
+class FailsTheHit(Worker):
+    """Reports all blocks of a request whose load failed, and not only those that were to be loaded."""
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        TABLES[request.request_id] = set(blocks.get_block_ids()[0])
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+
+    def change(self, worker: Any) -> None:
+        results, self.failed = worker.get_transfer_results, set[int]()
+
+        def get_transfer_results() -> Any:
+            found = results()
+            self.failed = set[int]().union(*(TABLES[name] for name in found.failed_recving))
+            found.failed_recving.clear()
+            return found
+
+        worker.get_transfer_results = get_transfer_results
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self.failed
 
 
 class IgnoresRelease(Worker):

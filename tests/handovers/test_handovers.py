@@ -22,6 +22,7 @@ PEERS = "protocol/peers/unreachable"
 case_runner, run_cases = fixtures(
     lambda: CaseRunner("tests.right_connectors.designs", "bytes", ("llama3_1_8b",), "quick"),
     lambda case_runner: partial(_run, case_runner),
+    scope="module",
 )
 
 

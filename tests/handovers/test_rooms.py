@@ -27,6 +27,7 @@ CASES = {
 case_runner, run_case = fixtures(
     lambda: CaseRunner("tests.handovers.rooms", "protocol", ("llama3_1_8b",), "quick"),
     lambda case_runner: partial(_run, case_runner),
+    scope="module",
 )
 
 

@@ -22,6 +22,7 @@ CASES = {
 case_runner, run_case = fixtures(
     lambda: CaseRunner("tests.handovers.wrong_rendezvous", "bytes", ("llama3_1_8b",), "quick"),
     lambda case_runner: partial(_run, case_runner),
+    scope="module",
 )
 
 

@@ -1,4 +1,4 @@
-"""The two fixtures of a folder whose tests run the suite's own cases on wrong connectors.
+"""The two fixtures of a folder, or of a file, whose tests run the suite's own cases on wrong connectors.
 
     case_runner, run_cases = fixtures(
         lambda: CaseRunner("tests.bytes.wrong_connectors", "bytes"),
@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -39,26 +39,51 @@ def must_be_installed() -> None:
 
 @contextlib.contextmanager
 def importable_from(*folders: Path) -> Iterator[None]:
-    """Add folders with modules of connectors: last to sys.path here, first to that of child processes."""
+    """Add folders with modules of connectors: last to sys.path here, first to that of child processes.
+
+    The fixture of a file may end before that of its package, which began later: each removes its own folders.
+    """
     paths = [str(folder) for folder in folders]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "path", [*sys.path, *paths])
-        patch.setenv("PYTHONPATH", os.pathsep.join([*paths, *filter(None, [os.environ.get("PYTHONPATH")])]))
+    sys.path.extend(paths)
+    _set_python_path([*paths, *_python_path()])
+    try:
         yield
+    finally:
+        of_children = _python_path()
+        for path in paths:
+            sys.path.reverse()  # the last one of several
+            for found in (sys.path, of_children):
+                if path in found:  # a test may have put back what was there before
+                    found.remove(path)
+            sys.path.reverse()
+        _set_python_path(of_children)
+
+
+def _python_path() -> list[str]:
+    return [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
+
+
+def _set_python_path(folders: list[str]) -> None:
+    if folders:
+        os.environ["PYTHONPATH"] = os.pathsep.join(folders)
+    else:
+        os.environ.pop("PYTHONPATH", None)
 
 
 def fixtures(
-    make_runner: Callable[[], CaseRunner], run_function: Callable[[CaseRunner], Callable[..., Any]]
+    make_runner: Callable[[], CaseRunner],
+    run_function: Callable[[CaseRunner], Callable[..., Any]],
+    scope: Literal["package", "module"] = "package",
 ) -> tuple[Any, Any]:
-    """Make the fixtures `case_runner` and `run_cases` of a folder.
+    """Make the fixtures `case_runner` and `run_cases` of a folder, or of a file with scope "module".
 
-    `case_runner` is one for the folder: every engine of its tests is forked from its zygote. `run_cases` is
-    what `run_function` makes of the runner. The fixture checks after each test that no process of an engine
-    is left.
+    `case_runner` is one for all tests of the folder or file: their engines are forked from its zygote.
+    `run_cases` is what `run_function` makes of the runner. The fixture checks after each test that no process
+    of an engine is left.
     """
 
-    @pytest.fixture(scope="package")
-    def runner_of_folder() -> Iterator[CaseRunner]:
+    @pytest.fixture(scope=scope)
+    def one_runner() -> Iterator[CaseRunner]:
         must_be_installed()
         with importable_from(ROOT):
             runner = make_runner()
@@ -73,4 +98,4 @@ def fixtures(
             assert time.monotonic() < deadline, f"processes are left: {left}"
             time.sleep(0.02)
 
-    return runner_of_folder, function_of_test
+    return one_runner, function_of_test

@@ -44,6 +44,13 @@ WRONG = [
         {"hooks_accept_vllm_arguments": r"WaitsInACoroutine\.on_new_request is a coroutine"},
     ),
     Wrong(
+        "TakesItselfInAStaticMethod",
+        on(
+            "hooks_accept_vllm_arguments",
+            r"has wait_for_layer_load\(self, layer_name\): missing a required argument: 'layer_name'",
+        ),
+    ),
+    Wrong(
         "ForgetsToInherit",
         on(
             "supports_hma_matches_hybrid_allocator",

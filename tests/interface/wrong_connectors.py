@@ -87,6 +87,13 @@ class WaitsInACoroutine(Nothing):
         super().on_new_request(request)
 
 
+class TakesItselfInAStaticMethod(Nothing):
+    """wait_for_layer_load is a static method and still takes `self`, which vLLM does not pass."""
+
+    @staticmethod
+    def wait_for_layer_load(self: Any, layer_name: str) -> None: ...
+
+
 class ForgetsToInherit(Nothing):
     """Can finish all groups, and does not inherit SupportsHMA."""
 

@@ -45,7 +45,10 @@ def test_both_children_of_a_right_connector_conform(
 def test_children_that_vllm_registers_are_known(run_cases: Callable[..., CellRun]) -> None:
     """ExampleConnector gets a folder of the suite, and NixlConnector its threads."""
     for profile in ("p2p", "store"):
-        found = run_cases("MultiConnector", config=inside(NIXL, EXAMPLE), profile=profile)
+        for _ in range(2):  # a load that the machine is too busy for blocks the case
+            found = run_cases("MultiConnector", config=inside(NIXL, EXAMPLE), profile=profile)
+            if found.outcomes["attention_kv_arrives[n55]"] != "BLOCKED":
+                break
         assert found.outcomes["attention_kv_arrives[n55]"] == "PASS", (profile, wrong_ones(found))
 
 

@@ -209,16 +209,23 @@ def test_a_checkpoint_that_a_node_does_not_see_is_named_before_an_engine_starts(
 
 
 @pytest.mark.parametrize("on_nodes", [True, False])
-def test_a_port_that_is_taken_on_a_node_is_no_failure_of_the_connector(on_nodes: bool) -> None:
+@pytest.mark.parametrize("times", [1, 2])
+def test_engines_whose_port_is_taken_start_once_more(times: int, on_nodes: bool) -> None:
+    """A port that is taken twice is no failure of the connector if the engines run on nodes."""
     taken = EngineFailed("D", "refused", "D did not start: ZMQError: Address already in use (addr='tcp://')")
+    tries, ended = [], []
 
-    class NeverStarts:
+    class StartsLater:
         def __init__(self, *_: Any) -> None: ...
 
-        def wait_ready(self) -> None:
-            raise taken
+        def wait_ready(self) -> str:
+            tries.append(self)
+            if len(tries) <= times:
+                raise taken
+            return "facts"
 
-        def end(self) -> None: ...
+        def end(self) -> None:
+            ended.append(self)
 
     subject: Any = SimpleNamespace(module="m", connector="C", packages={})
     settings: Any = SimpleNamespace(timeout_scale=1.0)
@@ -226,7 +233,12 @@ def test_a_port_that_is_taken_on_a_node_is_no_failure_of_the_connector(on_nodes:
     context = RunContext(
         "zygote", subject, settings, HERE, lambda _: None, places=(lambda: places) if on_nodes else None
     )
-    handle: Any = NeverStarts
-    pairs = EnginePairs(context, handle)
+    handle: Any = StartsLater
+    pairs, cell = EnginePairs(context, handle), Cell("llama", "P1D1")
+    if times == 1:
+        pair = pairs.pair(cell, lambda role, tp, folder: None)
+        assert set(pair) == set(tries[1:]) and tries[0] in ended and not set(pair) & set(ended)
+        return
     with pytest.raises(Blocked if on_nodes else EngineFailed, match="Address already in use"):
-        pairs.pair(Cell("llama", "P1D1"), lambda role, tp, folder: None)
+        pairs.pair(cell, lambda role, tp, folder: None)
+    assert len(tries) == 2 and set(tries) <= set(ended)

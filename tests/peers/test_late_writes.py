@@ -1,4 +1,4 @@
-"""A load that D gives up while P stands still, on NIXL over TCP: the case finds who writes afterwards."""
+"""A load that D gives up, or while P stands still, on NIXL over TCP: the cases find who writes afterwards."""
 
 from __future__ import annotations
 
@@ -33,3 +33,12 @@ def test_nixl_connector_waits_for_the_read(run_cases: Callable[..., Reported]) -
 def test_who_begins_no_load_shows_nothing(run_cases: Callable[..., Reported]) -> None:
     outcome, why = run_cases("AsksFirst", "P1D1", modules=MODULE)[CASE]
     assert outcome == "NOT-APPLICABLE" and "no load of D was seen" in why, why
+
+
+def test_transfers_that_have_not_begun_may_be_dropped(run_cases: Callable[..., Reported]) -> None:
+    ranks, case = ("protocol/peers/rank_reports",), "aborted_load_is_reported_at_its_end"
+    outcome, why = run_cases("Cancels", "P1D1", modules=ranks)[case]
+    assert outcome == "NOT-APPLICABLE" and "D drops transfers of an aborted load that have not begun" in why
+    outcome, why = run_cases("CancelsHalf", "P1D1", modules=ranks)[case]
+    says = "words changed that no request may change|the next request of D loaded wrong bytes"
+    assert outcome == "FAIL" and re.search(says, why), why

@@ -29,10 +29,11 @@ USES = {
 
 @pytest.mark.parametrize("connector", USES)
 def test_who_uses_kv_of_another_model_is_found(run_cases: Callable[..., Reported], connector: str) -> None:
-    reported = run_cases(connector, "P1D1", modules=MODULE)
-    assert {name: outcome for name, (outcome, _) in reported.items()} == {
-        f"{CASE}[{what}]": "FAIL" if what in USES[connector] else "PASS" for what in DIFFERENCES
-    }
+    expected = {f"{CASE}[{what}]": "FAIL" if what in USES[connector] else "PASS" for what in DIFFERENCES}
+    # On a busy machine the P of a right connector may hear of its request too late for the D that is as P.
+    shows = "" if USES[connector] else "PASS"
+    reported = run_cases(connector, "P1D1", modules=MODULE, judged=expected, shows=shows)
+    assert {name: outcome for name, (outcome, _) in reported.items()} == expected, reported
     for what in USES[connector]:
         assert re.fullmatch(
             rf"D has {DIFFERENCES[what]}: a request of D loaded \d+ tokens that P had computed\n"

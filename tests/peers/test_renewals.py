@@ -1,13 +1,24 @@
-"""A D that does not know how long P's lease is: the case about leases finds it."""
+"""A D that does not renew P's lease in time, or on each rank of P, is found; and a P that frees late."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
+import pytest
+
+from pytest_kvconform.rigs.peers import bench, scenarios
 from tests.peers.conftest import Reported
 
 MODULE = ("protocol/peers/lease",)
 CASES = [f"blocks_are_kept_while_d_waits[{where}_past_lease]" for where in ("queued", "loading")]
+FREES = "expired_lease_frees_blocks"
+
+
+@pytest.fixture
+def leases_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run no scenario that the cases do not need: the others would only take long."""
+    monkeypatch.setattr(bench, "SCENARIOS", dict.fromkeys(bench.SCENARIOS, scenarios.OF_LEASES))
 
 
 def test_a_d_that_renews_more_slowly_than_p_s_lease_is_found(run_cases: Callable[..., Reported]) -> None:
@@ -20,3 +31,29 @@ def test_a_d_that_renews_more_slowly_than_p_s_lease_is_found(run_cases: Callable
 def test_a_d_that_renews_as_p_s_lease_demands_is_right(run_cases: Callable[..., Reported]) -> None:
     reported = run_cases("Reference", "P1D1", modules=MODULE, judged=None)
     assert {outcome for outcome, _ in reported.values()} == {"PASS"}, reported
+
+
+@pytest.mark.usefixtures("leases_alone")
+@pytest.mark.parametrize(
+    ("connector", "case", "says"),
+    [
+        ("RenewsOnRankZero", CASES[0], "waited .* before it was scheduled (did not load|loaded) what P had"),
+        ("ReapsInOrder", FREES, "later P still holds them; .* one that P had computed before it waits on D"),
+        ("Reference", "", ""),
+    ],
+)
+def test_each_rank_of_p_has_to_keep_and_to_free(
+    run_cases: Callable[..., Reported], connector: str, case: str, says: str
+) -> None:
+    judged = [case] if case else None
+    reported = run_cases(connector, "P2D1", modules=MODULE, judged=judged, shows="FAIL" if case else "")
+    assert len(reported) == 4
+    wrong = {name: why for name, (outcome, why) in reported.items() if outcome != "PASS"}
+    assert set(wrong) == {case} - {""}, reported
+    assert all(re.search(says, why) for why in wrong.values()), wrong
+
+
+@pytest.mark.usefixtures("leases_alone")
+def test_leases_that_nobody_renews_end_one_after_the_other(run_cases: Callable[..., Reported]) -> None:
+    connector = "tests.right_connectors.sockets:TcpPull"
+    assert run_cases(connector, "P1D1", modules=MODULE, judged=[FREES])[FREES] == ("PASS", "")

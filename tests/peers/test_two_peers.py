@@ -1,6 +1,6 @@
 """What D knows of one P is not used for another: the case finds who does, and right connectors pass it.
 
-After a failure D may leave a port alone for a while, and not for ever.
+After a failure D may leave a port alone for a while, and not for ever. Loads may fail together.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from tests.peers.conftest import Reported
 
 RESTARTED = ("restarted_peer_is_a_new_engine[met]", "restarted_peer_is_a_new_engine[stranger]")
 AFTER_A_FAILURE = (*RESTARTED, "load_ends_when_p_dies")
+TOGETHER = "unreachable_peer_fails_only_its_request[unreachable_peer]"
 CASE = "each_load_is_from_its_own_peer"
+FREED = "blocks_are_freed_whichever_d_loads"
 MODULE = ("protocol/peers/two_peers",)
 LEASE_S = 30  # no lease is to end, however slow the machine is
 # What lies at an address of another P's pool may be no KV memory: then NIXL refuses to read it.
@@ -25,10 +27,24 @@ WRONG = {
 }
 
 
+def test_a_p_that_hears_one_d_alone_is_found(run_cases: Callable[..., Reported]) -> None:
+    found = run_cases("CountsNoticesOfAll", "P1D1", lease_s=LEASE_S, modules=MODULE)
+    assert {name: outcome for name, (outcome, _) in found.items()} == {CASE: "PASS", FREED: "FAIL"}, found
+    assert re.search(
+        "the first request of the second D was loaded, and .* P still holds its blocks", found[FREED][1]
+    )
+
+
+def test_a_d_that_notifies_one_p_in_a_step_is_found(run_cases: Callable[..., Reported]) -> None:
+    found = run_cases("OnePeerAStep", "P1D1", lease_s=LEASE_S, modules=MODULE)
+    assert {name: outcome for name, (outcome, _) in found.items()} == {CASE: "PASS", FREED: "FAIL"}, found
+    assert re.search("from two P's at once: .* was loaded, and .* P still holds its blocks", found[FREED][1])
+
+
 @pytest.mark.parametrize("connector", WRONG)
 def test_addresses_of_another_peer_are_found(run_cases: Callable[..., Reported], connector: str) -> None:
-    [(name, (outcome, why))] = run_cases(connector, "P1D1", lease_s=LEASE_S, modules=MODULE).items()
-    assert (name, outcome) == (CASE, "FAIL"), why
+    outcome, why = run_cases(connector, "P1D1", lease_s=LEASE_S, modules=MODULE)[CASE]
+    assert outcome == "FAIL", why
     assert re.search(WRONG[connector], why), why
 
 
@@ -39,11 +55,13 @@ def test_addresses_of_another_peer_are_found(run_cases: Callable[..., Reported],
         "NixlConnector",
         "tests.right_connectors.designs:LayerWise",
         "tests.right_connectors.sockets:TcpPull",
+        "tests.push.right:TcpPush",
+        "HoldsInPool",
     ],
 )
 def test_right_connectors_keep_peers_apart(run_cases: Callable[..., Reported], connector: str) -> None:
-    outcome, why = run_cases(connector, "P1D1", lease_s=LEASE_S, modules=MODULE)[CASE]
-    assert outcome == "PASS", why
+    found = run_cases(connector, "P1D1", lease_s=LEASE_S, modules=MODULE)
+    assert {name: outcome for name, (outcome, _) in found.items()} == {CASE: "PASS", FREED: "PASS"}, found
 
 
 def test_scenarios_of_their_own_rules_share_no_engine() -> None:
@@ -63,3 +81,18 @@ def test_d_may_compute_for_a_while_what_a_new_engine_has(
         for name in AFTER_A_FAILURE:
             outcome, why = found[name]
             assert outcome == "FAIL" and "was computed by D, although P had computed it" in why, why
+
+
+@pytest.mark.parametrize(
+    "connector", ["ReportsOneFailure", "Reference", "tests.right_connectors.sockets:TcpPull"]
+)
+def test_each_of_two_loads_that_fail_together_is_reported(
+    run_cases: Callable[..., Reported], connector: str
+) -> None:
+    found = run_cases(connector, "P1D1", modules=("protocol/peers/unreachable",), judged=[TOGETHER])
+    outcome, why = found[TOGETHER]
+    if connector == "ReportsOneFailure":
+        assert outcome == "FAIL" and "a request of D loaded something, and no process listens" in why, why
+        assert "ends one of them alone as failed" in why
+    else:
+        assert outcome == "PASS", why

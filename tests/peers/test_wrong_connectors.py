@@ -232,7 +232,7 @@ def test_a_mistake_is_caught_by_the_case_about_it(run_cases: Callable[..., Repor
         assert re.search(pattern, reported[name][1], re.DOTALL), reported[name]
 
 
-@pytest.mark.parametrize(("topology", "cases"), [("P1D1", 33), ("P1D2", 14)])
+@pytest.mark.parametrize(("topology", "cases"), [("P1D1", 33), ("P1D2", 14), ("P2D1", 17)])
 def test_a_right_connector_passes_every_case(
     run_cases: Callable[..., Reported], topology: str, cases: int
 ) -> None:

@@ -10,7 +10,8 @@ from pytest_kvconform.rigs.peers import bench
 from tests.helpers.case_runner import CaseRunner, CellRun
 from tests.helpers.fixtures import fixtures
 
-SCENARIOS = ("lease_ends_before_load", "lease_ends_during_load", "loading_past_lease")
+VARIANTS = ("lease_ends_before_load", "lease_ends_during_load", "loading_past_lease")
+SCENARIOS = (*VARIANTS, "queued_past_lease")
 DURING = "load_after_the_lease_is_detected[lease_ends_during_load]"
 
 
@@ -21,7 +22,7 @@ def runs_of_leases(case_runner: CaseRunner) -> Callable[[str], CellRun]:
             "llama3_1_8b",
             setup="b16",
             matrix="full",
-            variants=" ".join(SCENARIOS),
+            variants=" ".join(VARIANTS),
             only=lambda planned: planned.module == "protocol/peers/lease",
             declared={"lease": "kv_lease_duration"},
         )
@@ -30,7 +31,9 @@ def runs_of_leases(case_runner: CaseRunner) -> Callable[[str], CellRun]:
 
 
 case_runner, run_cases = fixtures(
-    lambda: CaseRunner("tests.push.wrong_connectors", "protocol", ("llama3_1_8b",), "full"), runs_of_leases
+    lambda: CaseRunner("tests.push.wrong_connectors", "protocol", ("llama3_1_8b",), "full"),
+    runs_of_leases,
+    scope="module",
 )
 
 

@@ -5,19 +5,18 @@ Each is the reference connector but for what its docstring says.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import copy
+import hashlib
 import itertools
+import json
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 import numpy as np
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorMetadata,
-    KVConnectorRole,
-    KVConnectorTransferResults,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorRole
 
 from reference_connector import ReferenceConnector
 from reference_connector.connector import Metadata
@@ -162,49 +161,6 @@ class NoHeartbeat(ReferenceConnector):
         return Metadata(orders)
 
 
-@dataclass
-class Draining(Metadata):
-    drain: list[str] = field(default_factory=list)
-
-
-class DrainsOnAbort(ReferenceConnector):
-    """P keeps the blocks of a prefill that is aborted while it runs, as a connector that pushes. Some steps
-    later its worker reports that no write is under way any more.
-    """
-
-    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any):
-        super().__init__(vllm_config, role, kv_cache_config)
-        self.drain: list[str] = []
-        self.steps_left: dict[str, int] = {}
-
-    def request_finished_all_groups(self, request: Any, block_ids: Any) -> Ended:
-        kept, params = super().request_finished_all_groups(request, block_ids)
-        asked = request.kv_transfer_params
-        asked = asked.get("do_remote_decode") if isinstance(asked, dict) else None
-        if not kept and asked and any(map(any, block_ids)):
-            self.drain.append(request.request_id)
-            return True, None
-        return kept, params
-
-    def build_connector_meta(self, scheduler_output: Any) -> Any:
-        drain, self.drain = self.drain, []
-        return Draining(self._scheduler.take_orders(), drain)
-
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        metadata: Any = self._get_connector_metadata()
-        self.steps_left |= dict.fromkeys(metadata.drain, 3)
-        super().start_load_kv(forward_context, **kwargs)
-
-    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        results = super().get_transfer_results(finished_req_ids)
-        self.steps_left = {name: left - 1 for name, left in self.steps_left.items()}
-        done = {name for name, left in self.steps_left.items() if left <= 0}
-        for name in done:
-            del self.steps_left[name]
-        sent = results.finished_sending | done
-        return KVConnectorTransferResults(sent, results.finished_recving, results.failed_recving)
-
-
 # ---- start, capabilities and shutdown ----
 
 
@@ -274,6 +230,29 @@ class OfOneHalf(ReferenceConnector):
         return self._scheduler is None
 
 
+class StaticHooks(ReferenceConnector):
+    """Hooks that need no object, since they do nothing or answer the same for all, are static methods, and
+    one is a class method.
+    """
+
+    @staticmethod
+    def wait_for_layer_load(layer_name: str) -> None: ...
+
+    @staticmethod
+    def save_kv_layer(layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None: ...
+
+    @staticmethod
+    def wait_for_save() -> None: ...
+
+    @staticmethod
+    def has_pending_block_frees() -> bool:
+        return False
+
+    @classmethod
+    def get_finished_count(cls) -> int | None:
+        return None
+
+
 class ReadsNowAndThen(ReferenceConnector):
     """Reads from P once more after every other release, so that no two loads begin as many transfers."""
 
@@ -289,6 +268,27 @@ class ReadsNowAndThen(ReferenceConnector):
     def read_ledgers(self, peer: Any, ranks: Any, entry: int, deadline: float) -> Any:
         rests = deadline == float("inf") and next(self.releases) % 2
         return iter(()) if rests else self.plain(peer, ranks, entry, deadline)
+
+
+class PacksParams(ReferenceConnector):
+    """P's params are one word that D alone can read: what the reference says, with a check sum, in base64."""
+
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> Ended:
+        kept, params = super().request_finished_all_groups(request, block_ids)
+        data = json.dumps(params).encode()
+        word = base64.b64encode(hashlib.sha256(data).digest() + data).decode()
+        return kept, params and {"do_remote_prefill": True, "word": word}
+
+    def on_new_request(self, request: Any) -> None:
+        given = request.kv_transfer_params
+        if isinstance(given, dict) and "word" in given:
+            request.kv_transfer_params = None
+            with contextlib.suppress(TypeError, ValueError):
+                data = base64.b64decode(given["word"], validate=True)
+                if given.get("do_remote_prefill") and hashlib.sha256(data[32:]).digest() == data[:32]:
+                    request.kv_transfer_params = json.loads(data[32:])
+        super().on_new_request(request)
+        request.kv_transfer_params = given
 
 
 @dataclass

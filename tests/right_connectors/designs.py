@@ -18,6 +18,8 @@ from reference_connector import ReferenceConnector
 from reference_connector.connector import Metadata, WorkerReport
 from reference_connector.messages import Handoff, Load
 
+from . import stores
+
 WAIT_S = 20.0
 LOAD_S = 150.0  # longer than transfer_timeout, after which the worker reports a load as failed
 
@@ -81,8 +83,7 @@ class LayerWise(ReferenceConnector):
         self.copies: list[Copy] = []
         self.caches: dict[str, Any] = {}
         self.loads: dict[str, Load] = {}  # of this step
-        self.again: set[str] = set()
-        self.ended: set[str] = set()
+        self.again, self.ended = set[str](), set[str]()
         self.invalid: set[int] = set()
 
     @classmethod
@@ -296,3 +297,53 @@ def _transfer(request: Any, side: str) -> str:
         return ""
     transfer = params.get("transfer_id")
     return transfer if isinstance(transfer, str) and re.fullmatch(r"[\w-]{1,64}", transfer) else ""
+
+
+@dataclass
+class AndSaves(Metadata):
+    own: stores.Orders = field(default_factory=stores.Orders)
+
+
+class OwnCache(ReferenceConnector):
+    """Loads what P hands over, and what the engine has lost from a memory of its own, for one cache group."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any):
+        if len(kv_cache_config.kv_cache_groups) > 1:
+            raise NotImplementedError("its cache is for one KV cache group")
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.store, self.own = stores.InMemory(vllm_config, role, kv_cache_config), set[str]()
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        own = self.store.get_num_new_matched_tokens(request, num_computed_tokens)
+        answer = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        handed_over = answer[0] or request.request_id in self._scheduler._loading
+        loads = own[0] and not handed_over and not request.get_skip_reading_prefix_cache()
+        (self.own.add if loads else self.own.discard)(request.request_id)
+        return own if loads else answer
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        own = num_external_tokens if request.request_id in self.own else 0
+        super().update_state_after_alloc(request, blocks, num_external_tokens - own)
+        self.store.update_state_after_alloc(request, blocks, own)
+
+    def build_connector_meta(self, scheduler_output: Any) -> AndSaves:
+        return AndSaves(self._scheduler.take_orders(), self.store.build_connector_meta(scheduler_output))
+
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> Any:
+        self.own.discard(request.request_id)
+        self.store.request_finished(request, block_ids[0])
+        return super().request_finished_all_groups(request, block_ids)
+
+    def reset_cache(self) -> bool:
+        return self.store.reset_cache()
+
+    def register_kv_caches(self, kv_caches: Any) -> None:
+        super().register_kv_caches(kv_caches)
+        self.store.register_kv_caches(kv_caches)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        self.store.load([one for parts in self._get_connector_metadata().own.loads.values() for one in parts])
+        super().start_load_kv(forward_context, **kwargs)
+
+    def wait_for_save(self) -> None:
+        self.store.save([one for parts in self._get_connector_metadata().own.saves.values() for one in parts])

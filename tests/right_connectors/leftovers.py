@@ -11,13 +11,15 @@ import time
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from multiprocessing.shared_memory import SharedMemory
 from typing import Any, ClassVar
 
 import zmq
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, KVConnectorTransferResults
 
 from reference_connector import ReferenceConnector
+from reference_connector.connector import Metadata
 
 POLL_S = 0.01
 OF_TWO_ENGINES = 4  # halves
@@ -25,7 +27,7 @@ POOL = ThreadPoolExecutor(thread_name_prefix="kv-pool")
 Ended = tuple[bool, dict[str, Any] | None]
 
 
-# ---- what is remembered of requests that have ended ----
+# ---- what is remembered or kept of requests that have ended ----
 
 
 class Tombstones(ReferenceConnector):
@@ -100,6 +102,57 @@ class LongerMemory(LongMemory):
     """Wrong where `remembers = 500` is declared: it remembers more."""
 
     KEEPS = 100_000
+
+
+@dataclass
+class Draining(Metadata):
+    drain: list[str] = field(default_factory=list)
+
+
+class DrainsOnAbort(ReferenceConnector):
+    """P keeps the blocks of a prefill that is aborted while it runs, as a connector that pushes. Some steps
+    later its worker reports that no write is under way any more.
+    """
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any):
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.drain: list[str] = []
+        self.steps_left: dict[str, int] = {}
+
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> Ended:
+        drains = self.drains(request)
+        kept, params = super().request_finished_all_groups(request, block_ids)
+        if not kept and drains and any(map(any, block_ids)):
+            self.drain.append(request.request_id)
+            return True, params
+        return kept, params
+
+    def drains(self, request: Any) -> Any:
+        asked = request.kv_transfer_params
+        return isinstance(asked, dict) and asked.get("do_remote_decode")
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        drain, self.drain = self.drain, []
+        return Draining(self._scheduler.take_orders(), drain)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        metadata: Any = self._get_connector_metadata()
+        self.steps_left |= dict.fromkeys(metadata.drain, 3)
+        super().start_load_kv(forward_context, **kwargs)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        results = super().get_transfer_results(finished_req_ids)
+        left = {name: left - 1 for name, left in self.steps_left.items()}
+        self.steps_left = {name: steps for name, steps in left.items() if steps}
+        sent = results.finished_sending | (left.keys() - self.steps_left.keys())
+        return KVConnectorTransferResults(sent, results.finished_recving, results.failed_recving)
+
+
+class KeepsEveryEnd(DrainsOnAbort):
+    """Keeps the blocks of every request for some steps after its end, as a connector that also saves them."""
+
+    def drains(self, request: Any) -> bool:
+        return request.request_id not in self._scheduler._loading
 
 
 # ---- threads that do not end within shutdown(), and do not become more with every engine either ----

@@ -8,7 +8,10 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import pytest
+from msgspec.structs import replace
 
+from pytest_kvconform.subject import resolve
+from tests.helpers import case_runner as runner_of_cases
 from tests.helpers.case_runner import CaseRunner, CellRun
 from tests.helpers.fixtures import ROOT, fixtures, importable_from, must_be_installed
 
@@ -61,6 +64,11 @@ PROTOCOL = {
         "params_are_read_by_key",
         "params_name_the_final_blocks",
     ),
+    "PacksParams": (
+        "loads_nothing_if_another_connector_loads",
+        "corrupted_params_fail_only_their_request",
+        "params_are_read_by_key",
+    ),
     "PacksMetadata": (
         "corrupted_params_fail_only_their_request",
         "corrupted_lists_fail_only_their_request",
@@ -78,6 +86,32 @@ PROTOCOL = {
         "abort_before_the_load_frees_p",
         "load_starts_after_the_local_hit",
     ),
+    "KeepsEveryEnd": (
+        "abort_leaves_other_requests_alone",
+        "every_block_is_freed",
+        "keeps_only_its_own_blocks",
+        "load_starts_after_the_local_hit",
+        "requests_that_end_together_are_all_freed",
+        "requests_without_own_params_are_ignored",
+        "requests_end_with_a_step_in_flight",
+    ),
+    "tests.right_connectors.workers:HearsOfEnds": (
+        "abort_leaves_other_requests_alone",
+        "aborted_prefill_is_freed_at_once",
+        "every_block_is_freed",
+        "keeps_only_its_own_blocks",
+        "load_starts_after_the_local_hit",
+        "requests_that_end_together_are_all_freed",
+        "requests_without_own_params_are_ignored",
+        "requests_end_with_a_step_in_flight",
+    ),
+    "tests.right_connectors.workers:HearsOfEndsOfD": (
+        "abort_leaves_other_requests_alone",
+        "every_block_is_freed",
+        "keeps_only_its_own_blocks",
+        "load_starts_after_the_local_hit",
+        "requests_that_end_together_are_all_freed",
+    ),
     "DrainsOnAbort": ("aborted_prefill_is_freed_at_once", "abort_leaves_other_requests_alone", ENDS, MEMORY),
 }
 INTERFACE = {
@@ -91,6 +125,7 @@ INTERFACE = {
         "engine_starts_in_vllm_call_order",
     ),
     "tests.right_connectors.answers:NoEvents": ("optional_hooks_return_their_types",),
+    "StaticHooks": ("hooks_accept_vllm_arguments", "engine_starts_in_vllm_call_order"),
     "OfOneHalf": (
         "base_class_gets_constructor_arguments",
         "capability_properties_have_truth_values",
@@ -115,6 +150,7 @@ INTERFACE = {
 case_runner, run_cases = fixtures(
     lambda: CaseRunner("tests.right_connectors.bookkeeping", "protocol", GEOMETRIES, "full"),
     lambda case_runner: partial(_run, case_runner),
+    scope="module",
 )
 
 
@@ -165,6 +201,38 @@ def test_a_memory_above_what_is_declared_is_a_leak(
     run = run_cases("protocol", connector, "llama3_1_8b", PROTOCOL["LongMemory"], remembers=remembers)
     found = {finding.rule: finding.happened for finding in run.findings.values()}
     assert set(found) == {"KV-FINISH-003", "KV-PARAMS-002", "KV-MANY-002"}
+
+
+@pytest.mark.parametrize("connector", ["HearsNothing", "HearsOfEndsOfP"])
+def test_workers_that_report_no_end_are_told_from_those_that_do(
+    run_cases: Callable[..., CellRun], connector: str
+) -> None:
+    cases = (
+        "abort_leaves_other_requests_alone",
+        "keeps_only_its_own_blocks",
+        "load_starts_after_the_local_hit",
+    )
+    name = f"tests.right_connectors.workers:{connector}"
+    run = run_cases("protocol", name, "llama3_1_8b", cases, "quick")
+    found = {finding.rule: finding.happened for finding in run.findings.values()}
+    if connector == "HearsNothing":  # KV-MULTI-002 is about P
+        assert found.pop("KV-MULTI-002").endswith("it, nor does a worker half report it")
+    assert found.keys() == {"KV-ABORT-001", "KV-FINISH-003"}
+    assert "the scheduler still knows" in found["KV-FINISH-003"]
+
+
+def test_workers_that_cannot_run_here_may_report_ends(
+    run_cases: Callable[..., CellRun], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each case that would have to know is blocked, not the first one alone."""
+    monkeypatch.setattr(
+        runner_of_cases, "resolve", lambda settings: replace(resolve(settings), requires_device="cuda")
+    )
+    name, cases = "tests.right_connectors.workers:HearsOfEnds", ("abort_leaves_other_requests_alone",)
+    run = run_cases("protocol", name, "llama3_1_8b", cases, "quick")
+    assert run.failed == set()
+    assert list(run.outcomes.values()).count("BLOCKED") > 1
+    assert all("moves bytes only on cuda" in reason for reason in run.reasons.values())
 
 
 @pytest.mark.parametrize("connector", INTERFACE)

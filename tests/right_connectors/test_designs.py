@@ -23,6 +23,7 @@ PEERS = ("protocol/peers/unreachable", "protocol/peers/rank_reports")
 case_runner, run_cases = fixtures(
     lambda: CaseRunner("tests.right_connectors.designs", "bytes", ("llama3_1_8b",), "quick"),
     lambda case_runner: partial(_run, case_runner),
+    scope="module",
 )
 
 
@@ -40,7 +41,9 @@ def wrong(run: CellRun) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize(("connector", "declared"), [("LayerWise", {}), ("Rendezvous", RENDEZVOUS)])
+@pytest.mark.parametrize(
+    ("connector", "declared"), [("LayerWise", {}), ("Rendezvous", RENDEZVOUS), ("OwnCache", {})]
+)
 def test_bytes_arrive(run_cases: Callable[..., CellRun], connector: str, declared: dict[str, str]) -> None:
     run = run_cases("bytes", connector, variants=TRANSFERS, declared=declared)
     assert wrong(run) == {}
@@ -57,6 +60,33 @@ def test_peers_of_loads_within_a_step(run_cases: Callable[..., CellRun]) -> None
     assert wrong(run) == {}
     assert run.outcomes["start_load_kv_does_not_wait_for_p[reading]"] == "PASS"
     assert run.outcomes["unreachable_peer_fails_only_its_request[silent_peer]"] == "PASS"
+
+
+def test_blocks_may_be_held_in_the_pool_of_vllm(run_cases: Callable[..., CellRun]) -> None:
+    """The scripted workers of the scheduler rig cannot report for such a connector, and real ones do."""
+    peers = run_cases(
+        "protocol",
+        "tests.peers.wrong_connectors:HoldsInPool",
+        declared={"lease": "kv_lease_duration"},
+        only=lambda one: one.module.startswith("protocol/peers/"),
+    )
+    assert wrong(peers) == {}
+    assert peers.outcomes["expired_lease_frees_blocks"] == "PASS"
+    scripted = ("protocol/request_finished", "protocol/aborts")
+    run = run_cases(
+        "protocol", "tests.peers.wrong_connectors:HoldsInPool", only=lambda one: one.module in scripted
+    )
+    assert {why.partition(":")[0] for why in wrong(run).values()} == {"BLOCKED"}, wrong(run)
+    says = "HoldsInPool waits for reports of its own workers (build_connector_worker_meta)"
+    assert all(says in why for why in wrong(run).values()), wrong(run)
+
+
+def test_blocks_that_are_saved_beside_another_connector_are_no_load(
+    run_cases: Callable[..., CellRun],
+) -> None:
+    run = run_cases("protocol", "OwnCache", only=lambda planned: planned.module == "protocol/multi_connector")
+    assert wrong(run) == {}
+    assert run.outcomes["loads_nothing_if_another_connector_loads[first]"] == "PASS"
 
 
 def multi(*connectors: dict[str, Any]) -> str:

@@ -22,6 +22,7 @@ case_runner, run_cases = fixtures(
         matrix="full",
         only=lambda planned: planned.module in ("bytes/start", "bytes/handover", "bytes/pool"),
     ),
+    scope="module",
 )
 
 IN_FLIGHT = "saved_prompts_load_with_a_step_in_flight"

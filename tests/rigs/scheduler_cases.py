@@ -217,14 +217,27 @@ def fails(rig: Rig, how: str) -> Evidence:
 
 
 @case(RULE, rig="scheduler")
-def peer_hangs(rig: Rig, method: str) -> Evidence:
-    """P, in a process of its own, hangs in a method."""
+def peer_ends(rig: Rig, method: str) -> Evidence:
+    """P, in a process of its own, hangs or ends in a method."""
     from pytest_kvconform.rigs.scheduler.live import engine, pair
 
-    setattr(engine.LiveEngine, method, {"start_load_kv": start_load_kv, "waits": waits}[method])
+    setattr(engine.LiveEngine, method, METHODS[method])
     pair.ANSWER_S = 1.0
     with pair.live_engines(rig) as live:
         getattr(live.p, method)()
+    return DONE
+
+
+@case(RULE, rig="scheduler")
+def worker_beside_ends(rig: Rig, method: str) -> Evidence:
+    """A worker half beside the scheduler half, in a process of its own, hangs or ends when it starts."""
+    from pytest_kvconform.rigs.scheduler.live.worker_beside import Nursery
+    from pytest_kvconform.rigs.scheduler.worker_half import WorkerHalf, single_rank_config
+
+    for owner, name, value in ((WorkerHalf, "construct", METHODS[method]), (Rig, "start_s", 2.0)):
+        setattr(owner, name, value)
+    rig.nursery = Nursery(rig)
+    rig.nursery.start("P", single_rank_config(rig, "P"), 0)
     return DONE
 
 
@@ -235,6 +248,17 @@ def start_load_kv(engine: object) -> None:
 
 def waits(engine: object) -> None:
     time.sleep(1000)
+
+
+def leaves(engine: object) -> None:
+    os._exit(3)
+
+
+def killed(engine: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+METHODS = {method.__name__: method for method in (start_load_kv, waits, leaves, killed)}
 
 
 class Scheduler:

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from pytest_kvconform.rigs.processes import cores
-from pytest_kvconform.rigs.processes.cores import Deadline, core_waits, own_core_wait, slowness
+from pytest_kvconform.rigs.processes.cores import SAMPLE_S, Deadline, core_waits, own_core_wait, slowness
 from pytest_kvconform.rigs.processes.hangs import DEVICE, QUIET, UNSTARTED, RunningHook
 
 
@@ -71,6 +71,19 @@ def test_a_short_deadline_is_exact_where_nobody_waits(machine: Machine) -> None:
     deadline = Deadline(math.inf, (1,))
     machine.now += 7.0
     assert deadline.passed() == pytest.approx(7.0)
+
+
+def test_deadlines_share_their_looks(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twelve scenarios side by side, each with a deadline on the process that steps all engines."""
+    looks, core_waits = list[int](), cores.core_waits
+    monkeypatch.setattr(cores, "core_waits", lambda pids: looks.extend(pids) or core_waits(pids))
+    deadlines = []
+    for pid in range(2, 14):
+        deadlines.append(Deadline(30.0, (1, pid)))
+        machine.now += 0.02
+    while not any(deadline.over() for deadline in deadlines):
+        machine.now += 0.05
+    assert looks.count(1) == pytest.approx(looks.count(2), abs=2) == pytest.approx(30 / SAMPLE_S, abs=4)
 
 
 def busy(number: int) -> list[subprocess.Popen[bytes]]:

@@ -80,6 +80,25 @@ def test_a_port_is_kept_until_its_engine_has_bound_it(monkeypatch):
             one.close()
 
 
+def test_a_port_is_kept_again_for_the_next_engine(monkeypatch):
+    """An engine has bound its port, and this run has let it go. The port is not given to others meanwhile."""
+    import itertools
+
+    from pytest_kvconform.rigs.processes import ports
+
+    monkeypatch.setattr(ports, "_taken", deque())
+    port = free_port()
+    ports._taken.popleft()[1].close()
+    for _ in range(2):  # it may be kept already
+        ports.keep_again(port)
+    monkeypatch.setattr(ports, "_next", itertools.count((port - ports.FIRST) // ports.APART))
+    try:
+        assert free_port() != port and [kept for kept, _ in ports._taken].count(port) == 1
+    finally:
+        for _, token in ports._taken:
+            token.close()
+
+
 def test_without_a_port_a_smaller_run_is_suggested(monkeypatch):
     from pytest_kvconform.rigs.processes import ports
 

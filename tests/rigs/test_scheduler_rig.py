@@ -138,12 +138,35 @@ def test_a_hang_without_the_connector_in_its_stack_is_not_the_connector_s(run: R
     assert re.fullmatch(rf"{hangs}{NOT_SHOWN}", end.reason)
 
 
-def test_a_peer_hangs_by_the_connector_s_fault_only_if_its_stack_shows_that(run: Run) -> None:
-    by_hook, elsewhere = (run("peer_hangs", method) for method in ("start_load_kv", "waits"))
-    assert by_hook.finding is not None and by_hook.finding.rule == "KV-HOOK-002"
-    assert by_hook.finding.happened == "the engine of P hangs in `start_load_kv`, and answers no more"
-    hangs = f"the engine of P hangs in `waits`, and answers no more{NOT_SHOWN}"
-    assert (elsewhere.outcome, elsewhere.reason) == (Outcome.BLOCKED, hangs)
+@pytest.mark.parametrize(
+    ("case", "what", "hangs", "ended"),
+    [
+        (
+            "peer_ends",
+            "the process of P's engine",
+            "the engine of P hangs in `{method}`, and answers no more",
+            "the process of P's engine ended in `leaves`",
+        ),
+        (
+            "worker_beside_ends",
+            "P's worker half",
+            "the start of P's worker half does not end",
+            "P's worker half ended its process at the start",
+        ),
+    ],
+)
+def test_a_forked_process_ends_by_the_connector_s_fault_only_if_that_shows(
+    run: Run, case: str, what: str, hangs: str, ended: str
+) -> None:
+    for method, happened in (("start_load_kv", hangs.format(method="start_load_kv")), ("leaves", ended)):
+        end = run(case, method)
+        assert end.finding is not None and end.finding.rule == "KV-HOOK-002"
+        assert end.finding.happened == happened
+    end = run(case, "waits")
+    assert (end.outcome, end.reason) == (Outcome.BLOCKED, f"{hangs.format(method='waits')}{NOT_SHOWN}")
+    end = run(case, "killed")
+    assert end.outcome is Outcome.HARNESS
+    assert re.match(rf"{what} \(process \d+\) was killed by SIGKILL, exit code 137", end.reason)
 
 
 def test_a_case_whose_hooks_are_called_does_not_hang(run: Run) -> None:

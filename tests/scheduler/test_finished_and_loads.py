@@ -62,6 +62,11 @@ WRONG = [
         rules="KV-FINISH-003",
     ),
     Wrong(
+        "TellsNobodyOfWhatItKeeps",
+        on("request_resumes_when_load_is_reported[late]", r"on D0 the scheduler still knows"),
+        rules="KV-FINISH-003 KV-LOAD-001",
+    ),
+    Wrong(
         "KeepsTheAborted",
         on(
             "aborted_prefill_is_freed_at_once[p-abort-running]",

@@ -29,7 +29,7 @@ class Groups:
     layers: tuple[tuple[str, ...], ...]  # per group
     block_sizes: tuple[int, ...]  # tokens, per group
     states: frozenset[str]  # layers that keep a state
-    windows: dict[str, int]  # layer -> tokens of its sliding window; 0: all
+    windows: dict[str, int]  # layer -> tokens of the sliding window of its group; 0: all
     of: dict[str, int]  # layer -> group, in the order of the model
     # layers of which vLLM zeroes new blocks, unless the connector names their group as loaded
     zeroed: frozenset[str] = frozenset()

@@ -12,7 +12,7 @@ import numpy as np
 from pytest_kvconform.kvspace.pools.mistakes import Source
 from pytest_kvconform.result import HarnessError, HookCall
 from pytest_kvconform.rigs.bytes.handle import ByteEngineHandle
-from pytest_kvconform.rigs.bytes.messages import ByteRequest, Check
+from pytest_kvconform.rigs.bytes.messages import ByteRequest, Check, shared_owners
 from pytest_kvconform.rigs.context import Deadlines
 from pytest_kvconform.rigs.engine.handle import EngineFailed, logged
 from pytest_kvconform.rigs.engine.messages import ON_D, ON_P, EngineFacts, Output, Trace, Usage
@@ -23,6 +23,7 @@ from pytest_kvconform.rigs.scenario import Transfer, with_new_tokens
 from pytest_kvconform.rigs.vllm_setup.statistics import StatisticsTrace
 
 IDS = {"p": ON_P, "d": ON_D, "w": "0000000e"}  # w: D computes a prefix by itself
+BESIDE = 100  # tokens that such a request generates at most, if it runs beside the load
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ class TransferObservation:
     request_s: float = 0.0  # for which requests were waited at most
     # what became of the statistics of P and of D
     statistics: tuple[StatisticsTrace, StatisticsTrace] = (StatisticsTrace(), StatisticsTrace())
+    failed_beside: int = 0  # requests that ran on D beside the load, and ended with an error
     failed: EngineFailed | None = None
     excuse: str = ""  # if one failed: how the same fails without the connector, see `engine.control`
     stuck: tuple[str, ...] = ()
@@ -137,12 +139,13 @@ def _run(
     make = _Requests(transfer, owners, salt, p, d)
     sources = [make(i, "p") for i in range(len(transfer.prompts))]
     targets: list[ByteRequest] = []
+    beside: list[str] = []
     ends: dict[str, Output] = {}
     at_once = not transfer.preempt and all(make.early(i) is not None for i in range(len(sources)))
     if at_once:  # as a router sends them: D has its request before P has computed a token
-        _warm(transfer, make, p, d, deadline)
+        beside = _warm(transfer, make, p, d, deadline)
         targets = [make(i, "d") for i in range(len(sources))]
-    p.budget(transfer.budget)
+    p.budget(transfer.budget * len(transfer.prompts), transfer.budget)  # all are chunked side by side
     reuse = transfer.reuse or alone  # one engine must not find what it is to load
     p.reuse(reuse)
     for engine in (p, d):
@@ -167,7 +170,7 @@ def _run(
         source, before = _forget(p, source, limits)
     deadline = Deadline(seconds, watched)  # what P took is not D's
     if not at_once:
-        _warm(transfer, make, p, d, deadline)  # only now, so that P finds nothing that D has saved
+        beside = _warm(transfer, make, p, d, deadline)  # only now, so that P finds nothing that D has saved
         targets = [make(i, "d", ends[request.id]) for i, request in enumerate(sources)]
         for request in targets:
             d.add(request)
@@ -179,6 +182,9 @@ def _run(
         if targets[0].id not in ends:  # a load that was refused ends its request before a token
             d.preempt(targets[0].id)
     stuck = _until_finished(d, p, [request.id for request in targets], ends, deadline)
+    for name in beside:
+        d.abort(name)
+    errors = sum(name in ends and ends[name].finish == "error" for name in beside)
     p.budget(0)
     p.reuse(False)
     if reuse and not alone:  # what overwrote P's blocks lies there, too
@@ -194,7 +200,7 @@ def _run(
         )
         for i, prompt in enumerate(transfer.prompts)
     )
-    observed = replace(observed, requests=received, stuck=stuck, source=source)
+    observed = replace(observed, requests=received, failed_beside=errors, stuck=stuck, source=source)
     if stuck:
         return observed
     refused = any(r.finish == "error" for r in received)  # P may wait for its lease to end then
@@ -222,17 +228,26 @@ def _forget(engine: ByteEngineHandle, source: Source, limits: Deadlines) -> tupl
 
 def _warm(
     transfer: Transfer, make: _Requests, p: ByteEngineHandle, d: ByteEngineHandle, deadline: Deadline
-) -> None:
-    """Let D compute prefixes of the prompts by itself, so that its own prefix cache has them."""
+) -> list[str]:
+    """Let D compute prefixes of the prompts by itself, so that its own prefix cache has them.
+
+    Returns the requests that go on.
+    """
+    running = list[str]()
     tokens = [prompt.warm or tokens_of_others(d.spec) for prompt in transfer.prompts]
     for i, count in enumerate(tokens):
         if count:
             warm = make(i, "w", tokens=count)
             d.add(warm)
-            if stuck := _until_finished(d, p, [warm.id], {}, deadline):
+            if transfer.beside:
+                while not d.step_beside(p).outputs and not deadline.over():
+                    pass
+                running.append(warm.id)
+            elif stuck := _until_finished(d, p, [warm.id], {}, deadline):
                 raise HarnessError(f"D did not compute a prefix of {transfer} by itself: {'; '.join(stuck)}")
     if any(tokens):
         d.poison(keep_cache=True)
+    return running
 
 
 class _Requests:
@@ -273,10 +288,11 @@ class _Requests:
         return ByteRequest(
             id=f"{self.salt}-{index}-{IDS[side]}",
             tokens=prompt[:length],
-            # A request that is preempted while it runs generates two.
-            max_tokens={"p": self.transfer.generates, "d": 2 if self.transfer.preempt == "D" else 1}.get(
-                side, 1
-            ),
+            max_tokens={
+                "p": self.transfer.generates,
+                "d": 2 if self.transfer.preempt == "D" else 1,  # one that is preempted while it runs
+                "w": BESIDE if self.transfer.beside else 1,
+            }[side],
             kv_transfer_params=params,
             salt=self.salt,
             watch=side == "d",
@@ -292,25 +308,6 @@ def _both(p: ByteEngineHandle, d: ByteEngineHandle, name: str) -> tuple[Any, Any
     p.send(name)
     d.send(name)
     return p.answer(name), d.answer(name)
-
-
-def shared_owners(prompts: list[tuple[int, ...]]) -> list[np.ndarray]:
-    """For each prompt an int [token]: the number of the prompt that owns the token.
-
-    That is the first prompt with the same tokens up to and including this one.
-    """
-    owners = []
-    for number, prompt in enumerate(prompts):
-        mine = np.full(len(prompt), number)
-        for other in reversed(range(number)):
-            same = 0
-            for a, b in zip(prompt, prompts[other], strict=False):
-                if a != b:
-                    break
-                same += 1
-            mine[:same] = other
-        owners.append(mine)
-    return owners
 
 
 def _until_finished(

@@ -52,6 +52,25 @@ class ByteRequest(Request, frozen=True, kw_only=True):
     number: int  # of this request in the run, 0 to 255: owner of the tokens it generates
 
 
+def shared_owners(prompts: list[tuple[int, ...]]) -> list[np.ndarray]:
+    """For each prompt an int [token]: the number of the prompt that owns the token.
+
+    That is the first prompt with the same tokens up to and including this one.
+    """
+    owners = []
+    for number, prompt in enumerate(prompts):
+        mine = np.full(len(prompt), number)
+        for other in reversed(range(number)):
+            same = 0
+            for a, b in zip(prompt, prompts[other], strict=False):
+                if a != b:
+                    break
+                same += 1
+            mine[:same] = other
+        owners.append(mine)
+    return owners
+
+
 @dataclass(frozen=True)
 class Missing:
     """Tokens that a request's next forward reads and whose entry in the block table is the null block."""

@@ -47,6 +47,8 @@ class ByteEngineProcess(engine_process.EngineProcess):
         self.loading: dict[str, tuple[int, set[int]]] = {}
         # (layer, number of the request) -> block ids
         self.tables: dict[tuple[str, int], tuple[int, ...]] = {}
+        # id -> blocks that it has had, and that were not freed since
+        self.held: dict[str, set[int]] = {}
         self.preempting = ""
         self.overwriter = Overwriter(self)
         self.replaying = False
@@ -120,6 +122,13 @@ class ByteEngineProcess(engine_process.EngineProcess):
         This is the worst that may happen to freed blocks.
         """
         self.overwriter.turn(on)
+
+    def holds(self, request_id: str) -> bool:
+        """Whether the scheduler knows a request, or a block is not free that it has had.
+
+        A connector may hold blocks of a request that vLLM has forgotten: it has referenced them in the pool.
+        """
+        return request_id in self.scheduler.requests or request_id in self.held
 
     def overwritten(self) -> bool:
         """Whether every block that was freed has been overwritten."""
@@ -210,6 +219,7 @@ class ByteEngineProcess(engine_process.EngineProcess):
             tables, owners = self._tables(request_id), self._owners(request_id, end)
             last = end >= request.num_tokens
             self.overwriter.note_scheduled(request_id, blocks_of(tables), last)
+            self.held.setdefault(request_id, set()).update(blocks_of(tables))
             for index, table in enumerate(tables):
                 for name in self.groups[index].layers:
                     self.tables[name, self.requests[request_id].number] = tuple(table.tolist())
@@ -253,11 +263,18 @@ class ByteEngineProcess(engine_process.EngineProcess):
         """Wrap the block pool: notice blocks that are freed, and let one allocation fail for `preempt`."""
         pool, manager = self.manager.block_pool, self.manager
         free, allocate = pool.free_blocks, manager.allocate_slots
+        unpin = getattr(pool, "unpin_blocks", None)  # older minors of vLLM have none
 
         def free_blocks(ordered_blocks: Any) -> None:
             blocks = list(ordered_blocks)
             free(blocks)
             self._note_freed([block for block in blocks if not block.ref_cnt and not block.is_null])
+
+        def unpin_blocks(blocks: Any, *args: Any, **kwargs: Any) -> None:
+            assert unpin is not None
+            blocks = list(blocks)
+            unpin(blocks, *args, **kwargs)
+            self._forget_held({block.block_id for block in blocks if not block.ref_cnt})
 
         def allocate_slots(request: Any, *args: Any, **kwargs: Any) -> Any:
             victim = self.scheduler.requests.get(self.preempting)
@@ -270,6 +287,8 @@ class ByteEngineProcess(engine_process.EngineProcess):
             return allocate(request, *args, **kwargs)
 
         pool.free_blocks, manager.allocate_slots = free_blocks, allocate_slots
+        if unpin is not None:
+            pool.unpin_blocks = unpin_blocks
 
     def _note_freed(self, blocks: list[Any]) -> None:
         """Note blocks that were freed. What loads wrote into them is not compared."""
@@ -280,6 +299,10 @@ class ByteEngineProcess(engine_process.EngineProcess):
                 r: (local, loading - late) for r, (local, loading) in self.loading.items() if loading - late
             }
         self.overwriter.note_freed(ids)
+        self._forget_held(ids)
+
+    def _forget_held(self, free: set[int]) -> None:
+        self.held = {request: held - free for request, held in self.held.items() if held - free}
 
 
 def _copies_left(worker: Any) -> int:

@@ -54,11 +54,17 @@ def byte_engine_spec(
         kernel_block=side.kernel,
         prefix_caching=side.prefix_caching,
         in_flight=side.in_flight,
+        engine_arguments={} if side.hma else {"disable_hybrid_kv_cache_manager": True},
         device=context.facts.device,
         handover=context.subject.way,
         save_delay=context.subject.save_delay,
         store=context.subject.is_store,
     )
+
+
+def ports_of(spec: ByteEngineSpec) -> list[int]:
+    """The ports that an engine was given, each the first of APART: kv_port, and that of its side channels."""
+    return [spec.kv_transfer_config["kv_port"], int(spec.environment["VLLM_NIXL_SIDE_CHANNEL_PORT"])]
 
 
 def geometry_of(spec: ByteEngineSpec) -> Geometry:

@@ -40,7 +40,7 @@ from pytest_kvconform.rigs.bytes.pool_memory import poison, pools_of
 from pytest_kvconform.rigs.bytes.specs import geometry_of
 from pytest_kvconform.rigs.vllm_setup import overrides
 from pytest_kvconform.rigs.vllm_setup.compat import select_common_block_size
-from pytest_kvconform.rigs.vllm_setup.kv_cache_specs import layer_specs, zeroed_layers
+from pytest_kvconform.rigs.vllm_setup.kv_cache_specs import layer_specs, window_of, zeroed_layers
 
 WARM_UP_S = 0.01  # vLLM's takes seconds
 PLENTY = 1 << 44  # bytes: the pool's size is given in blocks
@@ -131,9 +131,7 @@ class ByteWorker(WorkerBase):
             states=frozenset(
                 name for name, layer in self.layers.items() if isinstance(layer.spec, MambaSpec)
             ),
-            windows={
-                name: getattr(layer.spec, "sliding_window", None) or 0 for name, layer in self.layers.items()
-            },
+            windows={name: window_of(groups[of[name]].kv_cache_spec) for name in self.layers},
             of={name: of[name] for name in self.layers},
             zeroed=zeroed_layers(kv_cache_config),
         )

@@ -175,9 +175,9 @@ class EngineHandle:
     def usage(self) -> Usage:
         return self.call("usage")
 
-    def budget(self, tokens: int) -> None:
-        """Let a step compute at most this many tokens; 0: as configured."""
-        self.call("budget", tokens)
+    def budget(self, tokens: int, each: int = 0) -> None:
+        """Let a step compute at most this many tokens, and at most `each` of one prompt; 0: as configured."""
+        self.call("budget", tokens, each)
 
     def shutdown(self) -> Leftovers:
         """Shut the engine down and return what its process still has. The process itself ends with `end`."""

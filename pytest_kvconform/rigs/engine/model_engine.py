@@ -8,7 +8,9 @@ request.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import fields, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -21,6 +23,7 @@ from pytest_kvconform.rigs.engine.process import serve as serve_engine
 from pytest_kvconform.rigs.vllm_setup.engine_config import engine_config
 from pytest_kvconform.rigs.vllm_setup.overrides import arguments_on_cpu, keep_configured_limits
 
+HIDDEN = "_kvconform_hidden"  # attribute of a connector: requests of whose end its worker half does not hear
 States = dict[str, tuple[np.ndarray, ...]]  # layer -> one rank's share of its state
 
 
@@ -88,6 +91,7 @@ class ModelEngineProcess(EngineProcess):
             self.watched[request.id] = self._digest() if self.spec.role == "D" else np.empty(0)
         if request.oracle is not None:
             self.oracles[request.id] = request.oracle
+            self._workers(hide_end, request.id)
         super().add(request)
 
     def pop_snapshot(self, request_id: str) -> Snapshot | None:
@@ -97,13 +101,19 @@ class ModelEngineProcess(EngineProcess):
     # ---- watching ------------------------------------------------------------------------------------------
 
     def _watch_connector(self) -> None:
-        """Keep the hooks of the connector's scheduler half away from requests that the oracle serves."""
+        """Keep the hooks of the connector's scheduler half away from requests that the oracle serves.
+
+        A connector that follows every request would fail on one that no hook named. Workers: `hide_end`.
+        """
         super()._watch_connector()
         self._hide_oracle("get_num_new_matched_tokens", self._oracle_tokens)
         self._hide_oracle("update_state_after_alloc", lambda r, blocks, n: self._note_allocation(r, n))
         self._hide_oracle("request_finished", lambda r, block_ids: (False, None))
         self._hide_oracle("request_finished_all_groups", lambda r, block_ids: (False, None))
         self._hide_oracle("on_new_request", lambda r: None)
+        connector = self.scheduler.connector
+        build = connector.build_connector_meta
+        connector.build_connector_meta = lambda output: build(without_requests(output, self.oracles))
 
     def _oracle_tokens(self, request: Any, computed: int) -> tuple[int, bool]:
         """How many tokens after `computed` ones the oracle brings: at most all but the last."""
@@ -289,3 +299,52 @@ def _slot(table: Any, tokens: int, block_size: int) -> int:
     block if that one is full.
     """
     return table[min((max(tokens, 1) - 1) // block_size, len(table) - 1)]
+
+
+def hide_end(worker: Any, request_id: str) -> None:
+    """Let vLLM not tell the worker half of this rank that a request has ended. vLLM passes the worker."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    connector: Any = get_kv_transfer_group()
+    if (hidden := vars(connector).get(HIDDEN)) is None:
+        hidden = vars(connector)[HIDDEN] = set()
+        name = "get_transfer_results" if hasattr(connector, "get_transfer_results") else "get_finished"
+        hook = getattr(connector, name)
+        setattr(connector, name, lambda ended: hook(ended - hidden))
+    hidden.add(request_id)
+
+
+def without_requests(output: Any, hidden: Collection[str]) -> Any:
+    """The SchedulerOutput of a step as it would be without some requests: without their tokens and ends."""
+    cached, blocks = output.scheduled_cached_reqs, getattr(output, "kv_connector_block_state", None)
+    named = {*output.num_scheduled_tokens, *output.finished_req_ids, *(output.preempted_req_ids or ())}
+    if named.union(blocks.req_ids if blocks else ()).isdisjoint(hidden):
+        return output
+    kept = [request_id not in hidden for request_id in cached.req_ids]
+
+    def shown(value: Any) -> Any:
+        """What a field says about requests by their ids, or in the order of `req_ids`."""
+        if isinstance(value, dict):
+            return {key: one for key, one in value.items() if key not in hidden}
+        if isinstance(value, set):
+            return value.difference(hidden)
+        if isinstance(value, list) and len(value) == len(kept):
+            return list(itertools.compress(value, kept))
+        return value
+
+    def changed(record: Any) -> Any:
+        return replace(record, **{one.name: shown(getattr(record, one.name)) for one in fields(record)})
+
+    found = replace(
+        output,
+        scheduled_new_reqs=[new for new in output.scheduled_new_reqs if new.req_id not in hidden],
+        scheduled_cached_reqs=changed(cached),
+        num_scheduled_tokens=(tokens := shown(output.num_scheduled_tokens)),
+        total_num_scheduled_tokens=sum(tokens.values()),
+        scheduled_spec_decode_tokens=shown(output.scheduled_spec_decode_tokens),
+        finished_req_ids=shown(output.finished_req_ids),
+        preempted_req_ids=shown(output.preempted_req_ids),
+    )
+    if blocks is not None:  # since vLLM 0.32
+        found.kv_connector_block_state = changed(blocks)
+    return found

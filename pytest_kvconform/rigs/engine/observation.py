@@ -137,7 +137,7 @@ def compared(
     is compared without a snapshot of each.
 
     Tokens of D's own prefix cache are left out: D has loaded them for an earlier request, or has computed
-    them itself, with its own tensor parallel size, and so not bit for bit as P has. Of a sliding window layer
+    them itself, with its own tensor parallel size, and so not bit for bit as P has. Of a group with a window
     only the window is compared.
     """
     if source is None or target is None:

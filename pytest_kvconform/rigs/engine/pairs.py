@@ -2,11 +2,13 @@
 
 `EngineBench`, `ByteBench` and `FaultBench` have an `EnginePairs` each, and so has what runs without the
 connector. A pair runs until the engines of
-another cell start, or until the bench ends it. A pair that did not start is not started again.
+another cell start, or until the bench ends it. A pair that did not start is not started again, unless a port
+was taken: then it is started once more, with other ports.
 """
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -66,6 +68,32 @@ class EnginePairs(Generic[Handle]):
         tp = dict(zip("PD", parse_topology(cell.topology), strict=True))
         engines = " and ".join(f"{role} (TP {tp[role]})" for role in self.roles)
         self.context.progress(f"starting {engines}{self.remark}")
+        try:
+            try:
+                pair, up = self._start(key, spec, tp)
+            except EngineFailed as failed:
+                if not _port_was_taken(failed):
+                    raise
+                # If the connector itself holds the port, the second start fails, too.
+                self.context.progress(f"a port was taken: starting {engines} again, with other ports")
+                pair, up = self._start(key, spec, tp)
+        except EngineFailed as failed:
+            if self.context.places and _port_was_taken(failed):
+                raise Blocked(f"a port that was free where pytest runs is not on a node: {failed}") from None
+            self.context.note("start", failed.how == "hung")
+            self._started[key] = failed
+            self.note_what_is_missing(failed)
+            raise
+        self._started[key] = up[0], up[-1]
+        pair[0].keeps = cell in self.context.keeping
+        self._pairs[key] = pair[0], pair[-1]
+        return self._pairs[key]
+
+    def _start(
+        self, key: Key, spec: Callable[[str, int, str], Any], tp: dict[str, int]
+    ) -> tuple[list[Handle], list[EngineFacts]]:
+        """Start the engines of a pair. Raises EngineFailed if one does not start: then none runs."""
+        cell, _ = key
         name, start_s = self.context.next_name(), self.context.deadlines.start
         call_s, hung_in = self.calls * self.context.deadlines.call, self.context.hung_in
         facts = self.context.facts
@@ -77,20 +105,12 @@ class EnginePairs(Generic[Handle]):
                 known_as = f"{cell}-{role}-{name}"
                 pair.append(self.handle(self.context.place(role), known_as, made, call_s, start_s, hung_in))
                 pair[-1].own = partial(is_of_class, file=facts.file, module=facts.module)
-            up = [engine.wait_ready() for engine in pair]
-        except EngineFailed as failed:
+            return pair, [engine.wait_ready() for engine in pair]
+        except EngineFailed:
             for engine in pair:
                 engine.end()
-            if self.context.places and any(TAKEN in text for text in (failed.sentence, *failed.log)):
-                raise Blocked(f"a port that was free where pytest runs is not on a node: {failed}") from None
-            self.context.note("start", failed.how == "hung")
-            self._started[key] = failed
-            self.note_what_is_missing(failed)
+            shutil.rmtree(folder, ignore_errors=True)
             raise
-        self._started[key] = up[0], up[-1]
-        pair[0].keeps = cell in self.context.keeping
-        self._pairs[key] = pair[0], pair[-1]
-        return self._pairs[key]
 
     def note_what_is_missing(self, failed: EngineFailed) -> None:
         """Note it and raise Blocked, if engines did not start because this environment lacks something."""
@@ -136,3 +156,8 @@ def note_missing(context: RunContext, causes: Iterable[str]) -> None:
         if lacks := what_is_missing(kind, cause, subject.module or "", subject.packages):
             context.missing.append(f"{subject.connector} cannot start here: {lacks}")
             context.require_nothing_missing()
+
+
+def _port_was_taken(failed: EngineFailed) -> bool:
+    """Whether an engine did not start because another process listened on one of its ports."""
+    return any(TAKEN in text for text in (failed.sentence, *failed.log))

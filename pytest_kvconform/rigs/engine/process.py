@@ -33,6 +33,7 @@ from pytest_kvconform.rigs.engine.messages import (
 from pytest_kvconform.rigs.hook_calls import LastCalls, take_all, watch_local_hits, watch_rank
 from pytest_kvconform.rigs.processes.stacks import stack_of
 from pytest_kvconform.rigs.vllm_setup.hooks import SCHEDULER
+from pytest_kvconform.rigs.vllm_setup.kv_cache_specs import window_of
 from pytest_kvconform.rigs.vllm_setup.overrides import release_cores
 
 # pause after a step that computed nothing, so that a polling engine leaves the core to its peer
@@ -197,12 +198,13 @@ class EngineProcess:
         """The last calls of the connector's hooks in every process of the engine, since the last question."""
         return [*take_all(), *(call for calls in self._workers(take_all) for call in calls)]
 
-    def budget(self, tokens: int) -> None:
-        """Let a step compute at most this many tokens, so that longer prompts are prefilled in chunks.
+    def budget(self, tokens: int, each: int = 0) -> None:
+        """Let a step compute at most this many tokens, and at most `each` of one prompt.
 
-        0: the configured number.
+        Longer prompts are prefilled in chunks. 0: the configured number, and no such limit.
         """
         self.scheduler.max_num_scheduled_tokens = tokens or self.spec.max_batched_tokens
+        self.scheduler.scheduler_config.long_prefill_token_threshold = each
 
     def poison(self, keep_cache: bool = False) -> int:
         """Fill unowned blocks with poison, and shuffle the order in which the pool hands out blocks.
@@ -255,7 +257,7 @@ class EngineProcess:
                 kind="state" if group.layer_names[0] in states else "attention",
                 block_size=manager.block_size,
                 layers=tuple(group.layer_names),
-                window=getattr(group.kv_cache_spec, "sliding_window", None) or 0,
+                window=window_of(group.kv_cache_spec),
             )
             for group, manager in zip(self.kv_config.kv_cache_groups, managers, strict=True)
         )

@@ -21,7 +21,7 @@ from pytest_kvconform.rigs.peers.scenario_engines import (
     ScenarioObservation,
     prompt_length,
 )
-from pytest_kvconform.rigs.peers.scenarios import APART, CUT, SCENARIOS
+from pytest_kvconform.rigs.peers.scenarios import APART, BAD, CUT, SCENARIOS
 from pytest_kvconform.rigs.peers.sleeping_peer import LIMIT
 from pytest_kvconform.rigs.peers.stepping import PeerScenario, RunningScenario, run_scenarios
 from pytest_kvconform.rigs.processes.cores import own_core_wait
@@ -38,7 +38,7 @@ MORE_BLOCKS = 13  # of a P whose pool is larger than that of the others
 LONGER = 2  # leases are so many times as long after a run on a machine that was too slow
 BUSY = 0.2  # part of the time for which this process waits for a core, on a machine that is busy
 # Requests that may find P's lease at its end, or wait longer for a P that does not answer.
-LATE = {"late", "waiting", "loading", "bad", "old", "stranger", "again", LIMIT, *CUT}
+LATE = {"late", "waiting", "loading", "old", "stranger", "again", LIMIT, *BAD, *CUT}
 
 
 NOTICEABLE_S = 1.0  # seconds; a request that waits less for another one counts as not delayed

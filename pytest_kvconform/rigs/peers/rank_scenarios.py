@@ -1,6 +1,6 @@
-"""Scenarios about what each rank of an engine reports, and when.
+"""Scenarios about what each rank of an engine reports, and when; and about two peers of one engine.
 
-They run one after the other on one P and one D.
+Those about ranks run one after the other on one P and one D.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pytest_kvconform.rigs.peers.messages import FAILED, KNOWN, MOMENTS, REPORTE
 from pytest_kvconform.rigs.peers.scenario_engines import (
     HELD,
     KEPT,
+    PrefillResult,
     ScenarioEngines,
     ScenarioObservation,
 )
@@ -26,6 +27,8 @@ RANKS = ("P9", "D9")  # the engines
 # prefix cache has the whole prompt; the request must not read the prefix cache.
 UNREAD = ("waiting", "asked", "whole", "dropped")
 LOOKED_S = 0.5  # of a lease: with less left nobody can say that P still holds blocks
+TURNS = ("first", "second")  # of two P's from which a D loads, or of two D's
+STEPS = 4  # in which D begins loads and hears of their ends
 AWHILE_S = 0.2  # engines step often enough in this time for whatever else is to happen
 
 
@@ -97,14 +100,25 @@ def aborted_before_load(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEn
     )
 
 
+def seconds_until_freed(engines: ScenarioEngines, p: SteppedEngine, prefill: PrefillResult) -> Steps:
+    """Wait until P has freed the blocks of a prompt, while its lease lasts.
+
+    Returns the seconds since the prompt came; negative: so many seconds later P still held them; the lease:
+    too little of it was left to look.
+    """
+    looked = min(LOOKED_S, engines.lease_s * KEPT / 4)
+    held = prefill.added + engines.lease_s * KEPT - time.monotonic()
+    freed = yield from engines.wait_until_freed(p, prefill, min(held, engines.limits.release))
+    so_far = (freed or time.monotonic()) - prefill.added
+    return so_far if freed else -so_far if held > looked else engines.lease_s
+
+
 def nothing_to_load(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) -> Steps:
     """P computes prompts of which D loads nothing, each for another reason (`UNREAD`).
 
-    `numbers`: reason -> seconds until P no longer holds the request; negative: so many seconds later P still
-    held it; the lease: too little of it was left to look.
+    `numbers`: reason -> `seconds_until_freed`.
     """
     met = yield from engines.decode(d, (yield from engines.prefill(p)))
-    looked = min(LOOKED_S, engines.lease_s * KEPT / 4)
     decodes, numbers, length = {}, {}, engines.length // BLOCK * BLOCK + 1
     p.longest_gap = d.longest_gap = 0.0
     for why in unread(engines.bench.context.settings.matrix):
@@ -125,10 +139,7 @@ def nothing_to_load(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine
                 yield from engines.finish_decode(d, own, time.monotonic())
             yield from d.call("add" if why == "whole" else "add_without_prefix_cache", request)
             decodes[why] = yield from engines.finish_decode(d, request, time.monotonic())
-        held = prefill.added + engines.lease_s * KEPT - time.monotonic()
-        freed = yield from engines.wait_until_freed(p, prefill, min(held, engines.limits.release))
-        so_far = (freed or time.monotonic()) - prefill.added
-        numbers[why] = so_far if freed else -so_far if held > looked else engines.lease_s
+        numbers[why] = yield from seconds_until_freed(engines, p, prefill)
         if why == "waiting":
             yield from d.call("pause", False)
     return ScenarioObservation({"met": met, **decodes}, numbers=numbers, too_slow=engines.too_slow(p, d))
@@ -137,7 +148,11 @@ def nothing_to_load(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine
 def aborted_during_load(
     engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine, faults: Faults = HELD
 ) -> Steps:
-    """A request is aborted on D while transfers of it are under way (`faults`); they end later."""
+    """A request is aborted on D while transfers of it are under way (`faults`); they end later.
+
+    `numbers`: "not_begun": whether the connector knows that held transfers have not begun. Its fault hook
+    holds them. NIXL's agents hold what the connector has begun.
+    """
     prefill = yield from engines.prefill(p)
     held = yield from engines.add_decode_with_faults(p, d, prefill, faults)
     if isinstance(held, str):
@@ -148,7 +163,11 @@ def aborted_during_load(
     yield from d.call("abort", request.id)
     yield from let_run(awhile, p, d, most=3 * awhile)
     before, while_held = (yield from d.call("usage")), (yield from d.call("rank_observations"))
+    reports = yield from d.call("fault_reports")
+    not_begun = any(report.hooks and not report.agents for report in reports)
     yield from engines.start_held_transfers(p, d, request)
+    if not_begun:  # what the connector still begins shall show in the audit
+        yield from let_run(awhile, p, d, most=3 * awhile)
     after = yield from engines.wait_until_empty(d)
     audits = yield from d.call("audit")
     decodes = {"last": (yield from engines.decode(d, (yield from engines.prefill(p))))}
@@ -157,6 +176,7 @@ def aborted_during_load(
         {"aborted": prefill},
         audits,
         {"before": before, "after": after},
+        numbers={"not_begun": not_begun},
         request_ids={"aborted": request.id},
         ranks_while_held=while_held,
     )
@@ -214,6 +234,50 @@ def failed_load(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) ->
     return ScenarioObservation(decodes, {"failed": prefill})
 
 
+def two_peers(engines: ScenarioEngines, p: SteppedEngine, other: SteppedEngine, d: SteppedEngine) -> Steps:
+    """D loads from two P's in turn, from each of them twice, and then from both in the same steps.
+
+    The pool of the second P is larger: its KV lies at other addresses. `numbers`: request of those of the
+    same steps -> `seconds_until_freed`.
+    """
+    decodes, numbers, both = {}, {}, {}
+    for turn in TURNS:
+        for name, peer in (("one", p), ("other", other)):
+            decodes[f"{turn}_{name}"] = yield from engines.decode(d, (yield from engines.prefill(peer)))
+    p.longest_gap = other.longest_gap = d.longest_gap = 0.0
+    for name, peer in (("both_one", p), ("both_other", other)):
+        both[name] = peer, (yield from engines.prefill(peer))
+    yield from d.pause_stepping()
+    added, requests = time.monotonic(), {}
+    for name, (_, prefill) in both.items():
+        requests[name] = yield from engines.add_decode(d, prefill)
+    awhile = engines.bench.scaled_seconds(AWHILE_S) / 2
+    for _ in range(STEPS):  # what one load does by itself, the other does before the next step
+        yield from d.call("step", 0.0)
+        if all(request.id in d.outputs for request in requests.values()):
+            break
+        yield from let_run(awhile, d, most=2 * awhile)
+    d.resume()
+    for name, request in requests.items():
+        decodes[name] = yield from engines.finish_decode(d, request, added)
+    for name, (peer, prefill) in both.items():
+        numbers[name] = yield from seconds_until_freed(engines, peer, prefill)
+    too_slow = engines.too_slow(p, d) or engines.too_slow(other, d)
+    return ScenarioObservation(decodes, numbers=numbers, too_slow=too_slow)
+
+
+def two_readers(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine, other: SteppedEngine) -> Steps:
+    """Two D's load from one P in turn, each of them twice. `numbers`: request -> `seconds_until_freed`."""
+    decodes, numbers = {}, {}
+    p.longest_gap = d.longest_gap = other.longest_gap = 0.0
+    for turn in TURNS:
+        for name, reader in (("one", d), ("other", other)):
+            prefill = yield from engines.prefill(p)
+            decodes[f"{turn}_{name}"] = yield from engines.decode(reader, prefill)
+            numbers[f"{turn}_{name}"] = yield from seconds_until_freed(engines, p, prefill)
+    return ScenarioObservation(decodes, numbers=numbers, too_slow=engines.too_slow(p, d))
+
+
 def _in_turn(*scenarios: Callable[..., Steps]) -> dict[str, PeerScenario]:
     """Scenarios about ranks, by name. They have engines of their own and run one after the other: a fault
     holds for all requests of an engine.
@@ -227,6 +291,7 @@ def _in_turn(*scenarios: Callable[..., Steps]) -> dict[str, PeerScenario]:
 _WHOLE = (hand_overs, load_on_idle_engine, aborted_before_load, nothing_to_load, aborted_during_load)
 SCENARIOS: dict[str, dict[str, PeerScenario]] = {
     "P1D1": _in_turn(*_WHOLE, aborted_at_end_of_load, failed_load),
+    "P2D1": _in_turn(*_WHOLE, aborted_at_end_of_load, failed_load),
     "P1D2": _in_turn(
         *_WHOLE, aborted_after_one_rank, aborted_at_end_of_load, failed_load, worker_fails_at_end_of_load
     ),

@@ -317,7 +317,7 @@ class ScenarioEngines:
     def wait_until_gone(self, engine: SteppedEngine, request_id: str, seconds: float) -> Steps:
         """Wait until an engine holds nothing of a request. Returns when; 0.0: not within `seconds`."""
         deadline = engine.deadline(seconds)
-        while request_id in (yield from engine.call("usage")).requests:
+        while (yield from engine.call("holds", request_id)):
             if deadline.over():
                 return 0.0
             yield

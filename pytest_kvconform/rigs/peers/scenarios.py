@@ -19,6 +19,7 @@ from pytest_kvconform.rigs.peers.hostile_clients import (
     with_port_replaced,
 )
 from pytest_kvconform.rigs.peers.rank_scenarios import SCENARIOS as OF_RANKS
+from pytest_kvconform.rigs.peers.rank_scenarios import two_peers, two_readers
 from pytest_kvconform.rigs.peers.scenario_engines import HELD, KEEPS, ScenarioEngines, ScenarioObservation
 from pytest_kvconform.rigs.peers.sleeping_peer import (
     first_load,
@@ -40,19 +41,21 @@ DELIVERY_S = 0.2  # in which messages arrive
 SLOW = 0.5  # part of the time of a request for which engines wait for a core, on a machine that is too slow
 LEASES_WAITED = 1.3  # leases that a request waits
 OTHERS = ("model", "dtype", "rope")  # in which a D differs for which P's KV is of no use
-TURNS = ("first", "second")  # of two P's from which a D loads
+BAD = ("bad", "bad_too")  # requests whose P cannot be reached
 NO_PORT = "its kv_transfer_params name no port on which P listens"
 
 
 # ---- P cannot be reached -----------------------------------------------------------------------------------
 
 
-def prefill_elsewhere(engines: ScenarioEngines, other: SteppedEngine) -> Steps:
-    """Let another engine compute a prompt, whose params are then changed.
+def prefill_elsewhere(engines: ScenarioEngines, other: SteppedEngine, *names: str) -> Steps:
+    """Let another engine compute prompts, whose params are then changed.
 
-    Returns PrefillResult and the engine's ports.
+    Returns name -> PrefillResult, and the engine's ports.
     """
-    bad = yield from engines.prefill(other)
+    bad = {}
+    for name in names:
+        bad[name] = yield from engines.prefill(other)
     engines.prefills_elsewhere += 1
     return bad, listening_ports(other.handle.process.pid)
 
@@ -60,19 +63,18 @@ def prefill_elsewhere(engines: ScenarioEngines, other: SteppedEngine) -> Steps:
 def unreachable_peer(
     engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine, other: SteppedEngine
 ) -> Steps:
-    """For one of three requests no process listens on the port that its params name.
+    """For two of four requests no process listens on the port that their params name. Both fail at once.
 
     Another request is from a peer that D has met.
     """
     met = yield from engines.decode(d, (yield from engines.prefill(p)))
-    bad, ports = yield from prefill_elsewhere(engines, other)
+    bad, ports = yield from prefill_elsewhere(engines, other, *BAD)
     good = yield from engines.prefill(p)
-    if not ports_named_in(bad.params, ports):
+    if not ports_named_in(bad[BAD[0]].params, ports):
         return ScenarioObservation(unsupported=NO_PORT)
-    params = with_port_replaced(bad.params, ports, free_port())
-    decodes = yield from engines.decode_all(
-        d, {"bad": (bad, params), "good": (good, None), "own": (None, None)}
-    )
+    port = free_port()
+    changed = {name: (one, with_port_replaced(one.params, ports, port)) for name, one in bad.items()}
+    decodes = yield from engines.decode_all(d, changed | {"good": (good, None), "own": (None, None)})
     after = yield from engines.decode(d, (yield from engines.prefill(p)))
     return ScenarioObservation({"met": met, **decodes, "after": after})
 
@@ -82,16 +84,15 @@ def silent_peer(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine, ot
 
     Another request is from a peer that D has not met.
     """
-    bad, ports = yield from prefill_elsewhere(engines, other)
-    if not (named := ports_named_in(bad.params, ports)):
+    # One alone: a connector may have few threads, and may let each of them wait for a peer.
+    bad, ports = yield from prefill_elsewhere(engines, other, BAD[0])
+    if not (named := ports_named_in(bad[BAD[0]].params, ports)):
         return ScenarioObservation(unsupported=NO_PORT)
     zeromq = yield from speaks_zeromq(min(named), other.handle.process.pid)
     good, port = (yield from engines.prefill(p)), free_port()
     engines.silent_listeners.append(listener := SilentListener(port, zeromq))
-    params = with_port_replaced(bad.params, ports, port)
-    decodes = yield from engines.decode_all(
-        d, {"bad": (bad, params), "good": (good, None), "own": (None, None)}
-    )
+    changed = {name: (one, with_port_replaced(one.params, ports, port)) for name, one in bad.items()}
+    decodes = yield from engines.decode_all(d, changed | {"good": (good, None), "own": (None, None)})
     after = yield from engines.decode(d, (yield from engines.prefill(p)))
     return ScenarioObservation({**decodes, "after": after}, numbers={"heard": len(listener.received)})
 
@@ -131,20 +132,6 @@ def another_model(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) 
     return ScenarioObservation(decodes)
 
 
-def two_peers(engines: ScenarioEngines, p: SteppedEngine, other: SteppedEngine, d: SteppedEngine) -> Steps:
-    """D loads from two P's in turn, from each of them twice, and then from both at once.
-
-    The pool of the second P is larger: its KV lies at other addresses.
-    """
-    decodes = {}
-    for turn in TURNS:
-        for name, peer in (("one", p), ("other", other)):
-            decodes[f"{turn}_{name}"] = yield from engines.decode(d, (yield from engines.prefill(peer)))
-    one, two = (yield from engines.prefill(p)), (yield from engines.prefill(other))
-    at_once = yield from engines.decode_all(d, {"both_one": (one, None), "both_other": (two, None)})
-    return ScenarioObservation({**decodes, **at_once})
-
-
 # ---- leases ------------------------------------------------------------------------------------------------
 
 
@@ -154,13 +141,14 @@ def lease_ends_before_load(engines: ScenarioEngines, p: SteppedEngine, d: Steppe
     A normal hand-over follows.
     """
     prefill = yield from engines.prefill(p)
+    known = prefill.id in (yield from p.call("usage")).requests
     freed = yield from engines.wait_until_freed(p, prefill, engines.lease_s + engines.limits.release)
     if not freed:
         return ScenarioObservation(prefills={"late": prefill}, numbers={"freed": 0.0})
     decodes = {"late": (yield from engines.decode(d, prefill))}
     decodes["after"] = yield from engines.decode(d, (yield from engines.prefill(p)))
     yield from engines.wait_until_empty(p)
-    return ScenarioObservation(decodes, {"late": prefill}, numbers={"freed": freed})
+    return ScenarioObservation(decodes, {"late": prefill}, numbers={"freed": freed, "known": known})
 
 
 def lease_ends_during_load(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) -> Steps:
@@ -189,20 +177,29 @@ def lease_ends_during_load(engines: ScenarioEngines, p: SteppedEngine, d: Steppe
 
 
 def queued_past_lease(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) -> Steps:
-    """D's request waits in the queue for longer than a lease before it is scheduled."""
-    # D has met P by then: see `loading_past_lease`
-    yield from until(lambda: d.outputs, d.deadline(engines.limits.request))
+    """D's request waits in the queue for longer than a lease before it is scheduled.
+
+    Meanwhile the lease ends of a prompt ("behind") that P has computed after it, and that no D reads.
+    `numbers`: "behind": when P no longer held that prompt; 0.0: P still holds it.
+    """
+    if "loading_past_lease" in engines.running:  # D meets P there
+        yield from until(lambda: d.outputs, d.deadline(engines.limits.request))
+    else:
+        yield from engines.decode(d, (yield from engines.prefill(p)))
     prefill = yield from engines.prefill(p)
     p.longest_gap = d.longest_gap = 0.0
     added, request = time.monotonic(), engines.make_request(prefill.number, "d", prefill.params)
     yield from d.call("keep_in_queue", request.id)
     yield from d.call("add", request)
-    yield from pause(engines.lease_s * LEASES_WAITED)
+    behind = yield from engines.prefill(p)
+    freed = yield from engines.wait_until_gone(p, behind.id, engines.lease_s + engines.limits.release)
+    yield from pause(added + engines.lease_s * LEASES_WAITED - time.monotonic())
     too_slow, waited = engines.too_slow(p, d), d.core_wait()
     yield from d.call("let_schedule", request.id)
     decode = yield from engines.finish_decode(d, request, added)
     too_slow = too_slow or engines.too_slow(p, d, d.core_wait() - waited)
-    return ScenarioObservation({"waiting": decode}, {"waiting": prefill}, too_slow=too_slow)
+    prefills = {"waiting": prefill, "behind": behind}
+    return ScenarioObservation({"waiting": decode}, prefills, numbers={"behind": freed}, too_slow=too_slow)
 
 
 def loading_past_lease(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) -> Steps:
@@ -296,6 +293,10 @@ def garbage_messages(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngin
 # Engines are started in this order. Where possible, an engine that a connector may kill in one scenario is
 # not used in another. Where P writes, what is held is held on P, so that scenarios which hold transfers have
 # a P whose other transfers do not begin meanwhile.
+OF_LEASES = {
+    "queued_past_lease": PeerScenario(queued_past_lease, ("P5", "D6"), waits_for_lease=True),
+    "lease_ends_before_load": PeerScenario(lease_ends_before_load, ("P6", "D8"), waits_for_lease=True),
+}
 SCENARIOS: dict[str, dict[str, PeerScenario]] = {
     "P1D1": {
         "silent_peer": PeerScenario(silent_peer, ("P", "D4"), other_engines=("P3",), starts_early=True),
@@ -305,19 +306,20 @@ SCENARIOS: dict[str, dict[str, PeerScenario]] = {
         "garbage_messages": PeerScenario(garbage_messages, ("P3", "D3")),
         "cut_connections": PeerScenario(cut_connections, ("P", "D10"), starts_early=True),
         "loading_past_lease": PeerScenario(loading_past_lease, ("P5", "D6"), waits_for_lease=True),
-        "queued_past_lease": PeerScenario(queued_past_lease, ("P5", "D6"), waits_for_lease=True),
         "lease_ends_during_load": PeerScenario(lease_ends_during_load, ("P6", "D5"), waits_for_lease=True),
-        "lease_ends_before_load": PeerScenario(lease_ends_before_load, ("P6", "D8"), waits_for_lease=True),
+        **OF_LEASES,
         "stopped_peer": PeerScenario(stopped_peer, ("P2", "D2")),
         "sleeping_peer": PeerScenario(sleeping_peer, ("P12", "D12"), starts_early=True),
         "restarted_peer": PeerScenario(restarted_peer, ("P2", "D2", "D7"), after="stopped_peer"),
         **OF_RANKS["P1D1"],
     },
     "P1D2": OF_RANKS["P1D2"],
+    "P2D1": {**OF_LEASES, **OF_RANKS["P2D1"]},
 }
 # Scenarios that run when a case asks for them, without the others.
 APART: dict[str, PeerScenario] = {
     "another_model": PeerScenario(another_model, ("P", "D")),
     "shutdown_during_load": PeerScenario(shutdown_during_load, ("P13", "D13"), starts_early=True),
     "two_peers": PeerScenario(two_peers, ("P15", "P15-pool", "D15")),
+    "two_readers": PeerScenario(two_readers, ("P16", "D16", "D17")),
 }

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from functools import partial
 
+from pytest_kvconform.rigs.bytes.specs import ports_of
 from pytest_kvconform.rigs.context import Deadlines
 from pytest_kvconform.rigs.peers.scenario_engines import (
     WITHIN_STEP,
@@ -18,6 +19,7 @@ from pytest_kvconform.rigs.peers.scenario_engines import (
     loaded_within_step,
 )
 from pytest_kvconform.rigs.peers.stepping import SteppedEngine, Steps, let_run, pause, until
+from pytest_kvconform.rigs.processes.ports import keep_again
 
 LIMIT, ABORT = "time_limit", "abort"  # why D no longer needs the load
 SLEEP_S = 2.5  # in which D may give up while P's process is stopped: longer than a load may take
@@ -131,6 +133,8 @@ def restarted_peer(
     limit = seconds if loaded_within_step(met.trace) else engines.bench.scaled_seconds(SLEEP_S)
     yield from _begins_load(d, interrupted.id, limit)
     yield from let_run(seconds, d, most=3 * seconds)
+    for port in ports_of(p.handle.spec):
+        keep_again(port)
     p.end()
     new = engines.start("P2b", after="P2")
     yield from new.call("usage")

@@ -14,11 +14,13 @@ import threading
 import time
 from collections.abc import Iterable
 
-SAMPLE_S = 0.25  # seconds between two looks at a process; within the first of them every second counts
+SAMPLE_S = 0.25  # seconds between two looks at a process, at most; before the first every second counts
+FRESH_S = 0.03  # deadlines that look at one process within so many seconds share a look
 MOST = 10.0  # a deadline becomes at most so many times as long
 ON_THE_WAY = 2  # processes that wait one after the other: a hand-over needs P and D
 CONTROL_S = 0.03  # of computing, with which `slowness` measures the machine
 _files: dict[int, int] = {}  # thread id -> open file descriptor of its schedstat
+_looks: dict[int, tuple[float, dict[int, dict[str, float]]]] = {}  # process -> when, core_waits([process])
 
 
 class Deadline:
@@ -34,7 +36,7 @@ class Deadline:
         self._pids = tuple(pids) or (os.getpid(),)
         self._at = time.monotonic()
         self._counted = 0.0
-        self._waits = core_waits(self._pids) if look else {}
+        self._waits = _shared_waits(self._pids) if look else {}
 
     def over(self) -> bool:
         """Whether the deadline has passed."""
@@ -49,9 +51,10 @@ class Deadline:
         """Seconds that are left, 0.0 or less after the deadline."""
         now = time.monotonic()
         passed = now - self._at
-        if passed < SAMPLE_S and self._counted + passed < self.seconds:
+        # All deadlines look at the same moments, so that they can share a look.
+        if now // SAMPLE_S == self._at // SAMPLE_S and self._counted + passed < self.seconds:
             return self.seconds - self._counted - passed
-        waits = core_waits(self._pids)
+        waits = _shared_waits(self._pids)
         self._counted += passed - min(_lost(self._waits, waits), passed * (1 - 1 / MOST))
         self._waits, self._at = waits, now
         return self.seconds - self._counted
@@ -65,6 +68,17 @@ def _lost(before: dict[int, dict[str, float]], now: dict[int, dict[str, float]])
         if pid in before
     ]
     return sum(sorted(longest)[-ON_THE_WAY:])
+
+
+def _shared_waits(pids: Iterable[int]) -> dict[int, dict[str, float]]:
+    """What `core_waits` returns, at most FRESH_S old: a look at many threads takes milliseconds."""
+    found: dict[int, dict[str, float]] = {}
+    for pid in pids:
+        now = time.monotonic()
+        if pid not in _looks or now - _looks[pid][0] >= FRESH_S:
+            _looks[pid] = now, core_waits([pid])
+        found |= _looks[pid][1]
+    return found
 
 
 def core_waits(pids: Iterable[int]) -> dict[int, dict[str, float]]:

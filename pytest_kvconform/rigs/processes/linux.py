@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
 import os
 import signal
 import sys
 import threading
 from pathlib import Path
 
+DEADLY = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)
 SHARED_MEMORY = "/dev/shm/"
 LISTS_CHILDREN = os.path.exists(f"/proc/self/task/{os.getpid()}/children")  # not in every kernel
 PF_EXITING = 0x4  # linux/sched.h
@@ -38,6 +40,18 @@ def die_with_parent() -> None:
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # the parent died between the fork and the line above
         os._exit(1)
+
+
+def write_stack_at_death() -> None:
+    """Let this process write its Python stack to stderr, and nothing else, if a deadly signal ends it.
+
+    A library beside vLLM (tvm_ffi) has handlers, too. They write a stack of native code with symbols, which
+    takes seconds, and some processes end there with SIGABRT.
+    """
+    faulthandler.disable()
+    for deadly in DEADLY:
+        signal.signal(deadly, signal.SIG_DFL)
+    faulthandler.enable()
 
 
 def _stat(pid: int) -> tuple[int, int, str]:

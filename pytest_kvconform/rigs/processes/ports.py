@@ -6,14 +6,19 @@ import errno
 import itertools
 import random
 import socket
+import time
 from collections import deque
 from pathlib import Path
 
 FIRST = 10240
 BOOTSTRAP_PORT = "VLLM_MOONCAKE_BOOTSTRAP_PORT"  # variable of vLLM: where MooncakeConnector's P is found
 LISTEN = "0A"  # TCP_LISTEN of include/net/tcp_states.h in Linux, as /proc/net/tcp writes it
+NAME = "\0kvconform-port-%d"  # of the abstract Unix socket that keeps other runs off a port
 APART = 64  # distance of two ports that are given out: a connector may add its rank to its port
-MOST = 48  # ports that a run keeps from others: an engine has two or three, and six runs leave some free
+# Ports that a run keeps from others. An engine has two or three, and six runs leave some free. From MOST the
+# run goes back to ENOUGH at once, since `_listening` takes 50 ms on some machines.
+ENOUGH, MOST = 48, 56
+LOOKS, LOOK_S = 10, 0.01  # tries to keep a port, and seconds between them
 # Ports, and names of abstract Unix sockets that keep other runs off them. They end with this process.
 _taken: deque[tuple[int, socket.socket]] = deque()
 _next = itertools.count(random.SystemRandom().randrange(1 << 20))
@@ -43,15 +48,34 @@ def free_port() -> int:
         _taken.popleft()[1].close()  # many runs at once: the next engine gets what the oldest one had
 
 
+def keep_again(port: int) -> None:
+    """Keep other runs off a port whose engine is about to end, so that the next engine can have it.
+
+    `_keep` may have let the port go once the engine had bound it.
+    """
+    for _ in range(LOOKS):
+        if any(kept == port for kept, _ in _taken):
+            return
+        token = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        try:
+            token.bind(NAME % port)
+        except OSError:  # another run looks whether the port is free, and finds that it is not
+            token.close()
+            time.sleep(LOOK_S)
+        else:
+            _taken.append((port, token))
+
+
 def _keep(port: int, token: socket.socket) -> None:
-    """Keep other runs off a port until its engine has bound it, or MOST younger ones are kept.
+    """Keep other runs off a port until its engine has bound it, or ENOUGH younger ones are kept.
 
     On a busy machine an engine may need a minute for that, while this run starts many others.
     """
     _taken.append((port, token))
     if len(_taken) > MOST:
         listening = _listening()
-        for one in [one for one in _taken if one[0] in listening] or [_taken[0]]:
+        bound = [one for one in _taken if one[0] in listening]
+        for one in bound or list(_taken)[:-ENOUGH]:
             _taken.remove(one)
             one[1].close()
 
@@ -60,7 +84,7 @@ def _token(port: int) -> socket.socket | None:
     """What keeps other runs off a port; None if another run has it, or a process listens on it."""
     token = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:
-        token.bind(f"\0kvconform-port-{port}")
+        token.bind(NAME % port)
     except OSError:
         token.close()
         return None

@@ -51,6 +51,7 @@ from pytest_kvconform.rigs.processes.linux import (
     children_of,
     die_with_parent,
     kill_session,
+    write_stack_at_death,
 )
 from pytest_kvconform.rigs.processes.shared_memory import SharedMemory
 
@@ -221,7 +222,7 @@ def become(name: str, run_dir: Path) -> None:
     os.close(null)
     # A crash leaves no core file, and takes no time to write one of several GB.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    faulthandler.enable()  # a segmentation fault writes the Python stack to the log
+    write_stack_at_death()  # to the log
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # so does SIGUSR1, for a process that hangs
 
 

@@ -18,13 +18,15 @@ from pytest_kvconform.rigs.processes.cores import MOST
 from pytest_kvconform.rigs.processes.hangs import PATIENCE, QUIET, UNSTARTED
 from pytest_kvconform.rigs.processes.ports import free_port
 from pytest_kvconform.rigs.scheduler.host import LEAVE_S, HostSpec
+from pytest_kvconform.rigs.scheduler.live.answers import WAITS, waits_for_own_workers
 from pytest_kvconform.rigs.scheduler.side_state import RANKS
 from pytest_kvconform.rigs.scheduler.violations import NOT_ENDED
 
+NO_ANSWER = "KV-MATCH-006"
 CASE_PART = 0.5  # of the deadline of a call: a case takes milliseconds
 AGAIN = 0.5  # of a case's deadline, after a case of its module that did not end in time
 GRACE_S = 10.0  # beyond the latest end of a case's own deadline, which the host keeps
-PORTS = 4  # sides with a port of their own
+PORTS = 6  # sides with a port of their own, and the last two of Rig.workers_hear_of_ends
 STARTS = 2  # whole starts of an engine, which the halves of a case may take together; one that hangs ends it
 # After so many cases of a module that did not end in time no other case of it is started, and after so many
 # modules with such a case none at all. A shutdown that hangs says nothing about loads.
@@ -46,8 +48,9 @@ class SchedulerBench:
     def run(self, cell: Cell, module: str, function: str, rule: str, variant: Any) -> CaseEnd:
         """Run a case in a fork of the host.
 
-        Raises Blocked after several cases that hung, or one that waits for a server; HarnessError without a
-        host.
+        A case is BLOCKED if live engines show that the answer waits for reports of the connector's own
+        workers, or if these workers cannot run here. Raises Blocked after several cases that hung, or one
+        that waits for a server; HarnessError without a host.
         """
         self.context.require_nothing_missing()
         self._require_few_hangs(module)
@@ -61,10 +64,26 @@ class SchedulerBench:
             self._hung.setdefault(module, []).append(function)
             if end.outcome is not Outcome.BLOCKED:
                 self._at_fault.add(module)
+        waits = end.finding and end.finding.rule == NO_ANSWER and function != waits_for_own_workers.__name__
+        if waits and (reason := self._waits_for_own_workers(cell)):
+            return CaseEnd(outcome=Outcome.BLOCKED, reason=reason)
         found = end.finding.happened if end.finding else ""
         self.context.note("start", late == UNSTARTED)
         self.context.note("release", f"releases {NOT_ENDED}" in found)
         return end
+
+    def _waits_for_own_workers(self, cell: Cell) -> str:
+        """Why an answer that does not come is no fault of the connector; "": it may well be one."""
+        for heard in (True, False):
+            try:
+                end = self.answer(cell, waits_for_own_workers, NO_ANSWER, heard)
+            except Blocked:  # after several hangs: then nothing speaks for the connector
+                return ""
+            if end.outcome is Outcome.BLOCKED:
+                return f"get_num_new_matched_tokens may wait for the connector's own workers: {end.reason}"
+            if end.outcome is not Outcome.PASS:
+                return ""
+        return WAITS
 
     def answer(self, cell: Cell, function: Callable[..., Evidence], rule: str, variant: Any) -> CaseEnd:
         """The end of a function that is no case. It runs once, unless it ends in an error of the suite. See

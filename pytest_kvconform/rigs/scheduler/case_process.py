@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import faulthandler
 import gc
 import importlib
 import inspect
 import os
-import signal
 import sys
 import traceback
 from multiprocessing.connection import Connection
@@ -17,15 +15,13 @@ from pytest_kvconform.case_outcome import end_of, run_case, with_calls
 from pytest_kvconform.result import Blocked, HarnessError
 from pytest_kvconform.rigs.hook_calls import take_all
 from pytest_kvconform.rigs.missing import what_is_missing
-from pytest_kvconform.rigs.processes.linux import die_with_parent
+from pytest_kvconform.rigs.processes.linux import die_with_parent, write_stack_at_death
 from pytest_kvconform.rigs.scheduler.rig import Rig
 from pytest_kvconform.rigs.scheduler.violations import START_HOOKS, HookRaised, SchedulerStopped
 
 if TYPE_CHECKING:
     from pytest_kvconform.rigs.scheduler.host import Host
     from pytest_kvconform.subject import Subject
-
-DEADLY = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)
 
 
 def serve_one_case(host: Host, connection: Connection) -> NoReturn:
@@ -103,8 +99,4 @@ def _prepare_process() -> None:
     die_with_parent()
     os.setpgid(0, 0)
     gc.disable()  # a collection would walk the inherited heap, and copy it by that
-    faulthandler.disable()
-    for deadly in DEADLY:
-        # A library beside vLLM (tvm_ffi) writes a stack of native code with symbols, which takes seconds.
-        signal.signal(deadly, signal.SIG_DFL)
-    faulthandler.enable()
+    write_stack_at_death()

@@ -6,7 +6,6 @@ remembers. The classes of a connector's objects are unknown, so `walk` visits ev
 
 from __future__ import annotations
 
-import re
 import types
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -16,6 +15,7 @@ from pytest_kvconform.rigs.scheduler.live.clocks import set_ahead
 
 if TYPE_CHECKING:
     from pytest_kvconform.rigs.scheduler.side import Side
+    from pytest_kvconform.rigs.scheduler.steps import Step
 
 # Modules whose objects the walk does not enter: a connector may hold the engine's configuration and cache
 # manager, which are not its own.
@@ -123,6 +123,48 @@ def integers(root: Any) -> frozenset[int]:
     )
 
 
+def told_ends(side: Side) -> tuple[str, ...]:
+    """Requests whose blocks the connector keeps though no peer reads them, as one that still saves them, and
+    of whose end its workers know: they are to report them as sent. The metadata of a step since the end has
+    named it, or the worker half of this connector reports what vLLM alone tells it (finished_req_ids).
+    """
+    kept = _kept_for_no_peer(side)
+    named = {id for id, steps in kept.items() if any(mentions(step.metadata, id) for step in steps)}
+    told = {id for id, steps in kept.items() if any(id in step.finished for step in steps)}
+    scripted = side.worker is None and not _a_fake_keeps(side)
+    if told - named and scripted and side.rig.workers_hear_of_ends(side.role):
+        named |= told
+    return tuple(id for id in kept if id in named)
+
+
+def _a_fake_keeps(side: Side) -> bool:
+    """Whether a fake connector beside the subject keeps the blocks of every request."""
+    return any(
+        type(one).__name__ == "FakeConnector" and one.keeps
+        for one in getattr(side.connector, "_connectors", ())
+    )
+
+
+def untold_ends(side: Side) -> tuple[str, ...]:
+    """Such requests since whose end there was no step that could have told the workers."""
+    return tuple(id for id, steps in _kept_for_no_peer(side).items() if not steps)
+
+
+def _kept_for_no_peer(side: Side) -> dict[str, list[Step]]:
+    """Requests that request_finished keeps and that P does not hand over -> the steps since their end.
+
+    None of a store: cases let its workers report each save.
+    """
+    if side.rig.subject.is_store or not (kept := side.delayed_free_requests()):
+        return {}
+    ends = {call.request: call.step for call in side.calls_of("request_finished") if call.result[0]}
+    return {
+        id: side.steps[ends[id] :]
+        for id in kept
+        if id in ends and not (side.role == "P" and id in side.with_params)
+    }
+
+
 def leaks(side: Side) -> tuple[str, ...]:
     """Sentences about what is left on a side on which no request lives any more."""
     scheduler, pool = side.scheduler, side.manager.block_pool
@@ -161,10 +203,12 @@ def remembered(side: Side) -> dict[str, int]:
     """
     if not side.finished:
         return {}
-    whole, ids = set(side.finished), re.compile("|".join(map(re.escape, side.finished)))
+    ids = set(side.finished)
     found: dict[str, set[str]] = {}
     for path, value in walk(side.connector_state(), skip=has_limit):
-        if isinstance(value, str) and (named := [value] if value in whole else ids.findall(value)):
+        if not isinstance(value, str):
+            continue
+        if named := {value} if value in ids else {id for id in ids if id in value}:
             place = ".".join(part if is_word(part) else "*" for part in path)
             found.setdefault(place, set()).update(named)
     return {place: len(named) for place, named in found.items()}

@@ -32,10 +32,11 @@ import random
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from model_matrix.geometries import Geometry, load_geometries
-from pytest_kvconform.result import Cell, Finding, HarnessError, NotApplicable, Violation
+from pytest_kvconform.result import Blocked, Cell, Finding, HarnessError, NotApplicable, Violation
 from pytest_kvconform.rigs.context import (
     SHORTER,
     START_S,
@@ -68,6 +69,7 @@ __all__ = ["BLOCK", "BLOCKS", "RequestOutput", "Rig", "Side", "Step", "WorkerRep
 
 TOKENS_FROM = 1_000_000  # far above the block ids of every side
 SETTLE_S = 4.0  # without any change, after which nothing is expected any more
+YES = "yes"
 LEFT = "KV-FINISH-003"  # the rule that nothing is left
 
 
@@ -132,7 +134,7 @@ class Rig:
         vllm_config.scheduler_config.async_scheduling = self.asynchronous
         kv_config = self.host.kv_config(role, vllm_config, first + blocks + 1)
         change_groups(kv_config)
-        number = len(self._sides) % len(self.host.spec.ports)
+        number = len(self._sides) % (len(self.host.spec.ports) - 2)
         self.take_ports(number, vllm_config)
         self.start_asked_worker(role, vllm_config, number)
         index = sum(side.role == role for side in self._sides)
@@ -272,12 +274,35 @@ class Rig:
             )
         )
 
+    def workers_hear_of_ends(self, role: str) -> bool:
+        """Whether the connector of a role keeps the blocks of a request that it hands to nobody, and its
+        worker half reports the end, see `store_engine.worker_reports_an_end`. A worker half shows it, once
+        for all cases that are forked from this host: the answer stands in a file.
+
+        vLLM tells the workers of each end (SchedulerOutput.finished_req_ids), so metadata need not. Raises
+        Blocked if the worker half cannot run on this machine.
+        """
+        from pytest_kvconform.rigs.scheduler.store_engine import worker_reports_an_end
+
+        known = Path(f"{self.host.spec.folder}-{os.getppid()}.{role}.hears")
+        if not known.exists():
+            known.write_text("")  # if a hook raises
+            try:
+                if worker_reports_an_end(self, role, len(self.host.spec.ports) - (1 if role == "P" else 2)):
+                    known.write_text(YES)
+            except Blocked as blocked:
+                known.write_text(str(blocked))
+        if (answer := known.read_text()) not in ("", YES):
+            raise Blocked(answer)
+        return bool(answer)
+
     def require_no_leaks(self, *sides: Side) -> None:
         """Raise Violation (KV-FINISH-003) if anything is left on sides on which every request has ended.
 
         A store may hold blocks in vLLM's pool until its workers have saved them.
         """
         for side in sides:
+            side.report_told_ends()
             deadline = Deadline(self.settle_s)
             while (left := side.leaks()) and side.worker is not None and not deadline.over():
                 pass  # looking takes a step

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_kvconform.result import Blocked, HarnessError, NotApplicable, Violation
 from pytest_kvconform.rigs.engine.router import transfer_id_of
-from pytest_kvconform.rigs.scheduler.leaks import leaks
+from pytest_kvconform.rigs.scheduler.leaks import leaks, told_ends, untold_ends
 from pytest_kvconform.rigs.scheduler.side_state import SideState
 from pytest_kvconform.rigs.scheduler.steps import (
     END_OF_SEQUENCE,
@@ -39,15 +39,13 @@ class Side(SideState):
 
     def __init__(self, rig: Rig, role: str, index: int, config: Any, kv_config: Any, first_block: int):
         super().__init__(rig, role, index, config, kv_config, first_block)
-        # A real worker in place of the script: SchedulerOutput -> KVConnectorOutput.
-        self.worker: Callable[[Any], Any] | None = None
         # Whether the scripted workers report every load in the step in which it is ordered.
         self.report_loads_at_once = False
         # Whether a step is in flight when the next one is scheduled: vLLM's asynchronous scheduling.
         self.asynchronous = bool(config.scheduler_config.async_scheduling)
         self._in_flight: Flight | None = None
         self._ending: list[str] = []
-        self._preempting, self._preemptions, self._taken = "", 0, list[Any]()
+        self._preempting, self._preemptions = "", 0
         self._watch_allocations()
 
     # ---- requests ------------------------------------------------------------------------------------------
@@ -83,6 +81,8 @@ class Side(SideState):
                 raise HarnessError(f"a case gave params that are no JSON: {error}") from None
         request = engine_request(id, list(prompt), params, max_tokens, stop, read_cache, kind, fields)
         self.prompts[id] = tuple(prompt)
+        if params is not None:
+            self.with_params.add(id)
         self.transfer_ids[id] = transfer_id or transfer_id_of(params)
         made = Request.from_engine_core_request(request, self._hasher)
         made.__dict__["kv_stops"] = stop
@@ -177,13 +177,15 @@ class Side(SideState):
         """Step until `until()`, or until every request has ended.
 
         The workers report every load in the step after it was ordered: those of the requests in `failing` as
-        failed, and the others as received. With `sent` they report every delayed free as sent. Returns the
-        number of steps. Raises Violation after `limit` steps, and if get_num_new_matched_tokens answers None
-        for too long. Steps in which it answered None do not count.
+        failed, and the others as received. They report what `leaks.told_ends` returns as sent, and with
+        `sent` every delayed free. Returns the number of steps. Raises Violation after `limit` steps, and if
+        get_num_new_matched_tokens answers None for too long. Steps in which it answered None do not count.
         """
         first, counted, overdue = len(self.steps), 0, False
         while counted <= limit and not overdue:
-            ended = not self.unfinished_requests() and not (sent and self.delayed_free_requests())
+            scripted = () if self.worker is not None else untold_ends(self) + told_ends(self)
+            kept = self.delayed_free_requests() if sent else scripted
+            ended = not self.unfinished_requests() and not kept
             if until() if until is not None else ended:
                 return len(self.steps) - first
             begun = [id for id in self.unfinished_requests() if self.waits_for_remote_kv(id)]
@@ -191,7 +193,7 @@ class Side(SideState):
             self.step(
                 received=[id for id in loading if id not in failing],
                 failed=[id for id in loading if id in failing],
-                sent=self.delayed_free_requests() if sent else (),
+                sent=self.delayed_free_requests() if sent else told_ends(self),
             )
             counted += not any(map(self.match_is_pending, self.unfinished_requests()))
             overdue = any(map(self.match_is_overdue, self.unfinished_requests()))
@@ -234,25 +236,6 @@ class Side(SideState):
         """
         self._preempting, self._preemptions = id, self.scheduler.requests[id].num_preemptions
 
-    def take_all_free_blocks(self) -> None:
-        """Take every free block from the pool, so that vLLM can allocate none.
-
-        What the blocks cached is lost.
-        """
-        pool = self.manager.block_pool
-        self._taken += pool.get_new_blocks(pool.get_num_free_blocks())
-
-    def return_taken_blocks(self) -> None:
-        """Free the blocks that `take_all_free_blocks` took."""
-        self.manager.block_pool.free_blocks(reversed(self._taken))
-        self._taken = []
-
-    def scatter_free_blocks(self) -> None:
-        """Sort the free blocks so that vLLM allocates no two neighbours in turn: a run is then one block."""
-        self.take_all_free_blocks()
-        self._taken = [block for first in range(3) for block in self._taken[first::3]]
-        self.return_taken_blocks()
-
     def warm_prefix_cache(self, prompt: Iterable[int], tokens: int) -> None:
         """Let a request without params compute the first `tokens` tokens of a prompt, for the prefix cache.
 
@@ -260,11 +243,16 @@ class Side(SideState):
         """
         id = self.add(list(prompt)[:tokens], id=f"warm-{self.name}-{len(self.prompts):04d}")
         self.run(lambda: id in self.results)
-        subject = self.rig.subject
-        stores = subject.is_store or any(child.is_store for child in subject.children)
-        if stores and self.worker is None and id in self.delayed_free_requests():
+        if self.worker is None and id in self.delayed_free_requests():
             self.step(sent=[id])
         self.run(lambda: self.status(id) == "gone")
+
+    def report_told_ends(self) -> None:
+        """Let the workers report what `leaks.told_ends` returns, after a step that tells them of new ends."""
+        if self.worker is None and untold_ends(self):
+            self.step()
+        if self.worker is None and (told := told_ends(self)):
+            self.step(sent=told)
 
     def set_token_budget(self, tokens: int) -> None:
         """Let a step compute at most this many tokens: longer prompts are computed in chunks."""
@@ -282,14 +270,19 @@ class Side(SideState):
         return leaks(self)
 
     def require_standard_reports(self) -> None:
-        """Raise Blocked for a store whose workers report saved blocks in a format of their own.
+        """Raise Blocked for a connector that waits for reports of its workers in a format of their own.
 
-        The hook is build_connector_worker_meta: the scripted worker cannot send such a report.
+        The hook is build_connector_worker_meta: the scripted worker cannot send such a report. A store waits
+        for what is saved, and so does a connector that holds blocks in vLLM's pool.
         """
         from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1 as Base
 
-        own = type(self.connector).build_connector_worker_meta is not Base.build_connector_worker_meta
-        if own and self.worker is None and self.rig.subject.is_store:
+        kinds = {type(one) for one in getattr(self.connector, "_connectors", ()) or (self.connector,)}
+        built = Base.build_connector_worker_meta
+        own = {kind for kind in kinds if kind.build_connector_worker_meta is not built}
+        holds = {kind for kind in kinds if kind.bind_gpu_block_pool is not Base.bind_gpu_block_pool}
+        waits = bool(own if self.rig.subject.is_store else own & holds)
+        if waits and self.worker is None:
             raise Blocked(
                 f"{self.rig.subject.connector} waits for reports of its own workers "
                 "(build_connector_worker_meta), and the scheduler rig has no worker"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from pytest_kvconform.result import NotApplicable
@@ -65,10 +66,13 @@ class SideState:
         self.environment = dict(os.environ)
         self.tensor_parallel: int = config.parallel_config.tensor_parallel_size
         self.recorder = Recorder(rig.host.note_running_hook, LastCalls(self.name))
+        self.worker: Callable[[Any], Any] | None = None  # a real worker half: output of a step -> its report
         self.steps: list[Step] = []
         self.finished: list[str] = []
         self.results: dict[str, RequestOutput] = {}  # of requests that ended with an output
         self.prompts: dict[str, tuple[int, ...]] = {}
+        self.with_params: set[str] = set()  # ids of requests that a case gave kv_transfer_params
+        self._taken: list[Any] = []
         self.transfer_ids: dict[str, str] = {}  # of requests on which P and D meet by an id
         self.block_size, hash_size = resolve_kv_cache_block_sizes(kv_config, config)
         create = KVConnectorFactory.create_connector
@@ -160,6 +164,10 @@ class SideState:
     def owns_block(self, block: int) -> bool:
         """Whether a number is a block id of this side's pool."""
         return self.first_block < block < self.first_block + APART * longer(self.rig.subject)
+
+    def unused_blocks(self) -> frozenset[int]:
+        """Blocks that nobody references: vLLM may give them to any request."""
+        return frozenset(one.block_id for one in self.manager.block_pool.blocks if not one.ref_cnt)
 
     def free_blocks(self) -> int:
         """Number of free blocks."""
@@ -310,6 +318,25 @@ class SideState:
         pool.evict_blocks(
             {block.block_id for block in pool.blocks if block.block_hash is not None and not block.ref_cnt}
         )
+
+    def take_all_free_blocks(self) -> None:
+        """Take every free block from the pool, so that vLLM can allocate none.
+
+        What the blocks cached is lost.
+        """
+        pool = self.manager.block_pool
+        self._taken += pool.get_new_blocks(pool.get_num_free_blocks())
+
+    def return_taken_blocks(self) -> None:
+        """Free the blocks that `take_all_free_blocks` took."""
+        self.manager.block_pool.free_blocks(reversed(self._taken))
+        self._taken = []
+
+    def scatter_free_blocks(self) -> None:
+        """Sort the free blocks so that vLLM allocates no two neighbours in turn: a run is then one block."""
+        self.take_all_free_blocks()
+        self._taken = [block for first in range(3) for block in self._taken[first::3]]
+        self.return_taken_blocks()
 
     def _set_aside_blocks(self, first: int) -> None:
         """Take the blocks below `first` out of the pool for good: block ids of two sides then differ."""

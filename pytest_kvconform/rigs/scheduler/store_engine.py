@@ -28,6 +28,7 @@ from vllm.v1.kv_cache_interface import MambaSpec
 
 from pytest_kvconform.rigs.bytes.layers import metadata
 from pytest_kvconform.rigs.context import declared_addition
+from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.scheduler.rig import BLOCK, BLOCKS, Rig, Side, first_block, longer
 from pytest_kvconform.rigs.scheduler.worker_half import WorkerHalf
 from pytest_kvconform.rigs.vllm_setup.compat import pre_forward
@@ -38,13 +39,15 @@ EMBEDDING = 8  # numbers of a token
 PAUSE_S = 0.002  # of a step without tokens: saves and loads go on in the background
 
 
-def start_engine_with_worker(rig: Rig, durations: dict[str, list[float]] | None = None) -> Side:
+def start_engine_with_worker(
+    rig: Rig, durations: dict[str, list[float]] | None = None, port: int = 0, role: str = "P"
+) -> Side:
     """Start it. Raises Blocked if the worker half cannot run on this machine.
 
-    `durations`: gets the seconds of every call of the worker half, by hook.
+    `durations`: gets the seconds of every call of the worker half, by hook. `port`: number of its port.
     """
     added = declared_addition(rig.subject, BLOCK) // BLOCK
-    half = WorkerHalf(rig, "P", longest=LONGEST + added)
+    half = WorkerHalf(rig, role, port=port, longest=LONGEST + added)
     half.construct()
     if durations is not None:
         half.time_hooks(durations)
@@ -54,6 +57,21 @@ def start_engine_with_worker(rig: Rig, durations: dict[str, list[float]] | None 
     half.set_handshake_metadata(side)
     side.worker = functools.partial(_step, half, side, caches)
     return side
+
+
+def worker_reports_an_end(rig: Rig, role: str, port: int) -> bool:
+    """Whether the connector of a role keeps the blocks of a request that asks for no hand-over, until its
+    worker half reports the request as sent. `port`: number of its port.
+    """
+    side = start_engine_with_worker(rig, port=port, role=role)
+    id = side.add(rig.prompt(3 * BLOCK))
+    side.run(lambda: not side.unfinished_requests())
+    keeps, deadline = id in side.delayed_free_requests(), Deadline(rig.settle_s)
+    while id in side.delayed_free_requests() and not deadline.over():
+        side.step()
+    reports = keeps and id not in side.delayed_free_requests()
+    end_engine_with_worker(side)
+    return reports
 
 
 def start_scheduler_half(rig: Rig, other: str = "") -> Side:

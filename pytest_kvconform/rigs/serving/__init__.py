@@ -24,7 +24,8 @@ The way of a cell:
 2. `chain.start` forks P and D from the zygote, and vllm-router when they answer. D's prefix cache is off, so
    that it cannot hide a hand-over that does not happen.
 3. lm-eval asks the subject through the router, then D alone, then D alone again. Counters are read before
-   and after each run. Each server also writes down where the tokens of each prompt came from.
+   and after each run. Each server also writes down where the tokens of each prompt came from. If D loads
+   when it is asked alone, too, the questions are asked anew: the baseline is a server without a connector.
 4. Questions of a canary whose answers are odd are asked again alone. Those that stay odd are asked of engines
    without the connector, between which the harness copies KV: rounding is no mistake of the connector.
 5. If a server fails or a question is not answered, as many questions are asked without the connector, and

@@ -34,6 +34,10 @@ SUBJECT, BASELINE = "the subject", "the baseline"
 Failed = (EngineFailed, Unanswered, Unreachable)
 
 
+class LoadsAlone(Exception):
+    """D loads when it is asked alone, too, as from a cache of its own, so that it is no baseline."""
+
+
 class ServingBench:
     """Asks the questions of a cell, of the subject and of the baseline."""
 
@@ -43,6 +47,7 @@ class ServingBench:
         # it is
         self._patient = replace(context, in_vain=set())
         self._hasty = replace(context, in_vain={"request"})
+        self._with_baseline = False  # see `chain.start`
         self._hangs = False  # questions of a cell were not answered in time, twice
         self._seen: dict[Cell, ServingObservation | Exception] = {}
         self._chain: Chain | None = None
@@ -127,10 +132,20 @@ class ServingBench:
 
     def _question(self, context: RunContext, cell: Cell, exam: Exam) -> Runs:
         """Start what is asked, and ask until the answers tell enough, or all looks were taken."""
+        try:
+            return self._ask(context, cell, exam)
+        except LoadsAlone:
+            context.progress("D loads when it is asked alone, too: asking a server without the connector")
+            self._with_baseline = True
+            return self._ask(context, cell, exam)
+
+    def _ask(self, context: RunContext, cell: Cell, exam: Exam) -> Runs:
+        """See `_question`. Raises LoadsAlone, once."""
         self._progress = Progress(context, 0, 0)
         try:
             deployed = context.settings.deployed
-            chain = chains.attach(context) if deployed else chains.start(context, cell, exam)
+            more = {"with_baseline": self._with_baseline}
+            chain = chains.attach(context) if deployed else chains.start(context, cell, exam, **more)
             self._chain = chain
             self._progress = Progress(context, exam.questions.count, 3 + chain.fills, exam.looks)
             block = chain.decode.block_size()
@@ -183,6 +198,8 @@ class ServingBench:
         subject, [of_subject, *of_p] = counted(chain.subject.url, SUBJECT, *sides)
         prompts = _prompts(chain)[before:]
         first, [of_first] = counted(chain.baseline.url, BASELINE, chain.baseline)
+        if of_first.external and chain.baseline is chain.decode and not context.settings.deployed:
+            raise LoadsAlone
         second, [of_second] = counted(chain.baseline.url, f"{BASELINE} again", chain.baseline)
         moved_by_p = of_p[0].moved if of_p else None
         counts = of_subject, (of_first, of_second)

@@ -52,6 +52,11 @@ class Chain:
     processes: tuple[LocalProcess, ...] = ()  # ours, which have to stay alive
     gpus: Lease | None = None  # of the servers, if real checkpoints are served
 
+    @property
+    def own_cache(self) -> bool:
+        """Whether D loads from a cache of its own, too, so that a server without the connector is asked."""
+        return self.baseline is not self.decode and not self.fills
+
     def end(self) -> None:
         """End every process of ours, then give back the GPUs."""
         _end(self.processes, self.gpus)
@@ -79,10 +84,11 @@ def prefill_words(url: str, word: str, environment: Mapping[str, str]) -> tuple[
     return (url, port) if port else (url,)
 
 
-def sizes_of(context: RunContext, cell: Cell) -> dict[str, int]:
+def sizes_of(context: RunContext, cell: Cell, with_baseline: bool = False) -> dict[str, int]:
     """The servers of a cell: role -> tensor parallel size. A store has a baseline besides P and D."""
     p_size, d_size = parse_topology(cell.topology)
-    return {"P": p_size, "D": d_size} | ({"B": d_size} if context.subject.is_store else {})
+    baseline = with_baseline or context.subject.is_store
+    return {"P": p_size, "D": d_size} | ({"B": d_size} if baseline else {})
 
 
 def require_gpus(context: RunContext, cell: Cell) -> None:
@@ -95,10 +101,13 @@ def require_gpus(context: RunContext, cell: Cell) -> None:
     require(sum(sizes_of(context, cell).values()), gpus_here(), f"the cell {cell}")
 
 
-def start(context: RunContext, cell: Cell, exam: Exam, with_connector: bool = True) -> Chain:
+def start(
+    context: RunContext, cell: Cell, exam: Exam, with_connector: bool = True, with_baseline: bool = False
+) -> Chain:
     """Start P, D and the router of a cell, and wait until they answer.
 
-    `with_connector`: without it the servers have a connector that does nothing.
+    `with_connector`: without it the servers have a connector that does nothing. `with_baseline`: a server
+    without a connector is the baseline, as it is of a store, and not D.
 
     Raises EngineFailed if one of them does not start, NotApplicable, Blocked and HarnessError.
     """
@@ -107,7 +116,7 @@ def start(context: RunContext, cell: Cell, exam: Exam, with_connector: bool = Tr
     remark = "" if with_connector else " without the connector"
     context.running.end_all()  # engines of the other rigs, of this cell, too: servers need the memory
     context.running.make_room(cell)
-    sizes, nightly = sizes_of(context, cell), context.settings.nightly
+    sizes, nightly = sizes_of(context, cell, with_baseline), context.settings.nightly
     context.progress(f"starting the servers P (TP {sizes['P']}) and D (TP {sizes['D']}){remark}")
     name = context.next_name()
     folder = str(context.store_folder(name))
@@ -129,7 +138,8 @@ def start(context: RunContext, cell: Cell, exam: Exam, with_connector: bool = Tr
         router = Router(context, prefill, servers["D"].url, word, f"{cell}-router-{name}")
         processes.append(router)
         wait_until_healthy([router], context.deadlines.start)
-        return Chain(router, servers["D"], servers["D"], servers["P"], False, tuple(processes), gpus)
+        baseline = servers.get("B", servers["D"])
+        return Chain(router, baseline, servers["D"], servers["P"], False, tuple(processes), gpus)
     except BaseException:
         _end(processes, gpus)
         raise

@@ -88,7 +88,7 @@ def ask(
     at_once: int = AT_ONCE,
 ) -> Answers:
     """One run of lm-eval. `what` is asked, in words, `at_once` questions at a time. `salt`: cache_salt of the
-    requests; a deployment has another one for each run.
+    requests; a deployment, and a D with a cache of its own (`chain.own_cache`), get another one for each run.
 
     Raises EngineFailed if a server ends, and Unanswered if a question was not answered.
     """
@@ -100,7 +100,7 @@ def ask(
         at_once=at_once,
         # lm-eval counts all seconds, also those in which a server waits for a core
         request_s=REQUEST_TIMES * context.deadlines.request * context.slow,
-        salt=salt or (new_salt() if settings.deployed else ""),
+        salt=salt or (new_salt() if settings.deployed or chain.own_cache else ""),
         online=settings.asks_hub,
     )
     answers = evaluate(context, job, what, chain.processes, progress)

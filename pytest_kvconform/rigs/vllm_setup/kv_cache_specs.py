@@ -215,6 +215,21 @@ def _bytes_per_token(kind: Attention, geometry: Geometry, tp: int, cache_dtype: 
     return kv_heads(kind, tp, rank=0)[1] * kind.head_size * (1 if isinstance(kind, Mla) else 2) * size
 
 
+def window_of(spec: Any) -> int:
+    """Tokens for which layers of a KV cache group have blocks: their sliding window, or 0 for all tokens.
+
+    `spec`: the group's KVCacheSpec. Without the hybrid memory allocator layers with a window are part of a
+    group of full attention, whose spec knows the window, too. vLLM's own function is
+    v1/kv_cache_interface.py: get_kv_cache_spec_sliding_window.
+    """
+    from vllm.v1.kv_cache_interface import SlidingWindowSpec
+
+    if inner := getattr(spec, "kv_cache_specs", None):  # UniformTypeKVCacheSpecs
+        found = {window_of(one) for one in inner.values()}
+        return found.pop() if len(found) == 1 else 0
+    return spec.sliding_window if isinstance(spec, SlidingWindowSpec) else 0
+
+
 def _attention_spec(
     kind: Attention, geometry: Geometry, tp: int, block_size: int, cache_dtype: str, kernel_block: int
 ) -> Any:

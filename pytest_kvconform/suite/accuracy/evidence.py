@@ -15,17 +15,17 @@ from pytest_kvconform.suite.accuracy._observations import answered, loads
 
 @case("KV-ACC-002")
 def each_question_is_loaded(bench: Bench, _: None) -> Evidence:
-    """D loads KV for each question, by D's own count, as much as is declared, and none when it is asked
-    alone. A connector may let D compute prompts while it loads others: then D loads each question of a look
-    that asks one after the other.
+    """D loads KV for each question, by D's own count, as much as is declared. A connector may let D compute
+    prompts while it loads others: then D loads each question of a look that asks one after the other.
+
+    A D that loads when it is asked alone, too, is no baseline.
     """
     runs = answered(bench)
     counted, subject = runs.counted, bench.subject
     if runs.counted_alone.external:
         raise Blocked(
-            "D loads KV when it is asked alone, too, so that its answers are no baseline"
-            + (": give --kv-baseline-url, a server that answers without the connector")
-            * bench.settings.deployed
+            "D loads KV when it is asked alone, too, so that its answers are no baseline: give "
+            "--kv-baseline-url, a server that answers without the connector"
         )
     if not runs.loaded:
         whole = f"all {counted.computed} prompt tokens of {runs.questions} questions"

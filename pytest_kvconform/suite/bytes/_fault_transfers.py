@@ -20,6 +20,8 @@ from pytest_kvconform.rigs.scenario import (
 
 # faults on one transfer hit the first prompt
 PROMPTS = (Prompt(tokens(20)), Prompt(tokens(36, seed=1)))
+# the first block of the first prompt is that of a request which runs on D
+SHARED = (Prompt(tokens(36), warm=17), PROMPTS[1])
 # rounds, in each of which both engines step once: everything else that can happen has happened by then
 SLOW = 20
 
@@ -29,9 +31,10 @@ def _slow(name: str, *faults: Faults, reuse: bool = False, policy: str = "fail")
     return Transfer(name, PROMPTS, faults=faults, reuse=reuse, policy=policy)
 
 
-def _failed(name: str, *faults: Faults, policy: str = "fail") -> Transfer:
-    """Build a transfer whose faults let a load fail."""
-    return Transfer(name, PROMPTS, faults=faults, fails=True, policy=policy)
+def _failed(name: str, *faults: Faults, policy: str = "fail", beside: bool = False) -> Transfer:
+    """Build a transfer whose faults let a load fail. `beside`: another request has a block of it, too."""
+    prompts = SHARED if beside else PROMPTS
+    return Transfer(name, prompts, faults=faults, fails=True, policy=policy, beside=beside)
 
 
 FIRST = (0,)
@@ -43,7 +46,7 @@ TRANSFERS: dict[tuple[str, str, str], tuple[Transfer, ...]] = {
     ("llama3_1_8b", "P1D1", "b16"): (
         # the other request is still loading
         _failed("failed", Faults(transfers=FIRST, fail=STATUS, hold=2), Faults(hold=SLOW)),
-        _failed("not_begun", Faults(transfers=FIRST, fail=POST)),
+        _failed("not_begun", Faults(transfers=FIRST, fail=POST), beside=True),
         _failed("lingers", Faults(transfers=FIRST, fail=POLL, linger=SLOW)),
         _slow("not_notified", Faults(notifications=NEVER)),
         _slow("slow", Faults(hold=SLOW)),

@@ -23,7 +23,13 @@ from pytest_kvconform.suite._load_amount import loads as loads_kv
 from pytest_kvconform.suite._load_amount import tokens_to_add
 from pytest_kvconform.suite._recomputed_tokens import Loads
 from pytest_kvconform.suite.bytes._stores import check_store_may_miss, is_store
-from pytest_kvconform.suite.bytes._transfers import has_state, longest, longest_length, windows
+from pytest_kvconform.suite.bytes._transfers import (
+    frees_windows,
+    has_state,
+    longest,
+    longest_length,
+    windows,
+)
 
 AT_ONCE = 2  # prompts of a transfer at most
 
@@ -159,9 +165,8 @@ def _tokens_freed_by_p(bench: Bench, r: Received) -> _FreedTokens | None:
     the latest with tokens that D generates.
     """
     p, d = (block_size(bench.cell, role) for role in "PD")
-    for window in (
-        windows(bench.cell) if side_of(bench.cell, "D").prefix_caching and not is_store(bench) else ()
-    ):
+    frees = bench.facts.supports_hma and frees_windows(bench.cell) and not is_store(bench)
+    for window in windows(bench.cell) if frees and side_of(bench.cell, "D").prefix_caching else ():
         begins = max(0, r.length - window)  # the first token that D reads when it computes the last one
         end, first = begins // p * p, max(begins // d * d, r.decode.local_tokens)
         if end > first:

@@ -10,7 +10,7 @@ import functools
 from model_matrix import load_geometries
 from model_matrix.geometries import SlidingWindow, State
 from pytest_kvconform.result import Cell
-from pytest_kvconform.rigs.bytes.specs import block_size
+from pytest_kvconform.rigs.bytes.specs import block_size, side_of
 from pytest_kvconform.rigs.scenario import Prompt, Transfer, tokens
 
 BOUNDARIES = {"quick": 2, "full": 3}  # block boundaries with prompts on both sides
@@ -46,13 +46,14 @@ def situations(cell: Cell, matrix: str) -> list[Transfer]:
     b is the larger one of the block sizes.
     """
     b, n = max(_blocks(cell)), _long(cell)
-    step = max(n // 3, 16)  # tokens that P computes at a time
+    step = max(n // 3, 16)  # tokens of each prompt that P computes at a time
     less = n - (15 if has_state(cell) else b // 2)
     found = [
         Transfer(
             "two_at_once", (Prompt(tokens(less, shared=b + 5)), Prompt(tokens(n, seed=1, shared=b + 5)))
         ),
-        Transfer("chunked", (Prompt(tokens(n)),), budget=step),
+        # each step but the first has new blocks of two running requests, or of one of them alone
+        Transfer("chunked", (Prompt(tokens(less)), Prompt(tokens(n, seed=1))), budget=step),
         Transfer("reused", (Prompt(tokens(n)), Prompt(tokens(max(n - b, 20), seed=1))), reuse=True),
         Transfer("preempted_on_p", (Prompt(tokens(n)),), budget=step, preempt="P"),
         Transfer("preempted_on_d", (Prompt(tokens(n)),), preempt="D"),
@@ -65,14 +66,20 @@ def situations(cell: Cell, matrix: str) -> list[Transfer]:
 def hits(cell: Cell, matrix: str) -> list[Transfer]:
     """Transfers with hits in D's own prefix cache.
 
-    One block is hit, or all but the last block; in the full matrix every depth in between, too.
+    One block is hit, or all but the last block; in the full matrix every depth in between, too. For each
+    window there is also a hit that is longer than the window and reaches into the window of the last token:
+    D has some of this window in its cache, and loads the rest. So it is with later turns of a long chat.
     """
     b, n = block_size(cell, "D"), _long(cell)
     most = (n - 1) // b
     depths = range(1, most + 1) if matrix != "quick" and most <= 8 else sorted({1, most // 2, most} - {0})
+    found = dict.fromkeys(depths, n)  # blocks of the hit -> tokens of the prompt
+    for window in windows(cell):
+        # Two whole blocks are loaded, so that a connector which leaves the last one to D loads one.
+        found.setdefault(window // b + 1, window + 3 * b + 7)
     return [
-        Transfer(f"hit{depth}", (Prompt(tokens(n), warm=depth * b + 1 if depth * b < n else n),))
-        for depth in depths
+        Transfer(f"hit{depth}", (Prompt(tokens(length), warm=depth * b + 1),))
+        for depth, length in found.items()
     ]
 
 
@@ -111,8 +118,13 @@ def longest_length(cell: Cell, matrix: str) -> Transfer:
 
 
 def has_window(cell: Cell) -> bool:
-    """Whether a layer has a sliding window."""
-    return bool(windows(cell))
+    """Whether layers have a sliding window, and keep no tokens before it: see `frees_windows`."""
+    return frees_windows(cell) and bool(windows(cell))
+
+
+def frees_windows(cell: Cell) -> bool:
+    """Whether vLLM frees blocks before a sliding window, as it does with its hybrid memory allocator."""
+    return all(side_of(cell, role).hma for role in "PD")
 
 
 def windows(cell: Cell) -> list[int]:

@@ -12,6 +12,7 @@ from pytest_kvconform.rigs.bench import Bench
 from pytest_kvconform.rigs.bytes.handover import Received, TransferObservation
 from pytest_kvconform.rigs.bytes.messages import Check
 from pytest_kvconform.rigs.scenario import Transfer
+from pytest_kvconform.suite._freed_windows import require_freed_windows
 from pytest_kvconform.suite.bytes._observations import completed, finding, moved, with_loaded_kv, wrong_words
 from pytest_kvconform.suite.bytes._stores import check_nothing_invented, is_store
 from pytest_kvconform.suite.bytes._transfers import has_state, has_window, transfers
@@ -64,6 +65,7 @@ def recurrent_state_arrives(bench: Bench, transfer: Transfer) -> Evidence:
 @case("KV-WINDOW-001", applies=has_window, variants=transfers)
 def sliding_window_is_complete(bench: Bench, transfer: Transfer) -> Evidence:
     """Every token of every window that D's next forward reads has a block on D."""
+    require_freed_windows(bench)
     observed = with_loaded_kv(bench, transfer)
     for r in observed.requests:
         for check in r.checks:

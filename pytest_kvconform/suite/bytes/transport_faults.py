@@ -76,6 +76,16 @@ def every_request_ends(bench: Bench, transfer: Transfer) -> Evidence:
                 log=observed.logged,
             )
         )
+    if observed.failed_beside:
+        raise Violation(
+            Finding(
+                rule="KV-FAIL-001",
+                happened=f"{fault_sentence(transfer)}: D also ended a running request with an error, which "
+                "shares a block of D's prefix cache with the request whose load failed",
+                diagnosis="get_block_ids_with_load_errors names blocks that were not to be loaded",
+                log=observed.logged,
+            )
+        )
     if transfer.fails and not failed and (as_if_made := unnoticed(bench, transfer, observed)):
         raise Violation(as_if_made)
     return Evidence(

@@ -16,6 +16,7 @@ from pytest_kvconform.result import Blocked, Evidence, Finding, Violation
 from pytest_kvconform.rigs.bench import Bench
 from pytest_kvconform.rigs.engine.observation import Observation
 from pytest_kvconform.rigs.scenario import Scenario
+from pytest_kvconform.suite._freed_windows import require_freed_windows
 from pytest_kvconform.suite.engine._observations import completed, loads_of, moved
 from pytest_kvconform.suite.engine._scenarios import has_state, has_window, transfers
 
@@ -78,6 +79,7 @@ def sliding_window_is_complete(bench: Bench, scenario: Scenario) -> Evidence:
 
     None of them lies on the null block.
     """
+    require_freed_windows(bench)
     observed = _with_loaded_kv(bench, scenario)
     looked_at = 0
     for r in observed.requests:

@@ -83,8 +83,12 @@ def hooks_accept_vllm_arguments(rig: Rig, _: None) -> Evidence:
                     f"{found.__name__}.{hook} is a coroutine, and vLLM awaits nothing",
                     diagnosis=f"{hook} is async",
                 )
+            # vLLM calls the hook of an object: a function of the class gets the object first
+            bound = of_class or isinstance(
+                inspect.getattr_static(found, hook, None), (staticmethod, classmethod)
+            )
             try:
-                inspect.signature(method).bind(*[None] * (positions + (not of_class)), **dict.fromkeys(names))
+                inspect.signature(method).bind(*[None] * (positions + (not bound)), **dict.fromkeys(names))
             except TypeError as error:
                 called = f"{hook}({', '.join(['_'] * positions + [f'{name}=_' for name in names])})"
                 raise rig.violation(

@@ -62,16 +62,21 @@ def needs_hand_over(rig: Rig) -> None:
         )
 
 
-def needs_metadata_of_loads_only(rig: Rig) -> None:
-    """Raise NotApplicable if the metadata also names blocks of requests that load nothing.
+def names_blocks_of_loads_only(rig: Rig) -> bool:
+    """Whether the metadata names no block of a request that loads nothing.
 
     A connector may save such blocks. A load cannot be recognized then.
     """
     d = rig.side("D")
     d.add(rig.prompt(token_count(PROMPT, d.block_size)), max_tokens=3)
-    if any(
+    return not any(
         map(d.owns_block, (number for step in (d.step(), d.step()) for number in integers(step.metadata)))
-    ):
+    )
+
+
+def needs_metadata_of_loads_only(rig: Rig) -> None:
+    """Raise NotApplicable if the metadata also names blocks of requests that load nothing."""
+    if not names_blocks_of_loads_only(rig):
         raise NotApplicable(
             "the metadata also names the blocks of a request that loads nothing, so a load cannot be "
             "recognized"

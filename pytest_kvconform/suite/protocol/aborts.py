@@ -123,16 +123,18 @@ def _loads_next(rig: Rig, p: Side, d: Side) -> int:
 
 
 def _workers_know(d: Side, id: str, readable: bool = False) -> bool:
-    """Whether the metadata after the end of a request names it, so that the workers can report when its
-    blocks are of no more use to them. Lets them report it as sent.
+    """Whether the workers know of the end of a request, so that they can report when its blocks are of no
+    more use to them. Lets them report it as sent.
 
-    True also if metadata names requests in no form that can be read. `readable`: some metadata does.
+    The metadata after the end names it, or names requests in no form that can be read (`readable`: some
+    metadata does), or the worker half of this connector reports the ends of which vLLM tells it.
     """
     readable = readable or any(step.mentions(name) for step in d.steps for name in d.prompts)
     step = d.step()
-    if named := step.mentions(id) or (not readable and is_opaque(step.metadata)):
+    named = step.mentions(id) or (not readable and is_opaque(step.metadata))
+    if told := named or (id in step.finished and d.rig.workers_hear_of_ends(d.role)):
         d.step(sent=[id])
-    return named
+    return told
 
 
 def _bring_to_state(d: Side, id: str, state: str) -> None:

@@ -13,8 +13,10 @@ from pytest_kvconform.suite.protocol._scenarios import (
     PROMPT,
     SAME,
     identifiers,
+    names_blocks_of_loads_only,
     needs_hand_over,
     notifies_p,
+    places,
     places_while_waiting,
     report_all,
     token_count,
@@ -51,6 +53,15 @@ def _alone(rig: Rig, prompt: tuple[int, ...]) -> tuple[int, bool]:
     return d.first_external_tokens(d_id), any(map(d.owns_block, d.steps[-1].block_ids_for(d_id)))
 
 
+def _names_p(rig: Rig, prompt: tuple[int, ...]) -> bool:
+    """Whether D's metadata names P in a form that can be read if the connector is alone, and loads."""
+    p, d = rig.side("P"), rig.side("D")
+    p_id, _ = rig.hand_over(p, d, prompt)
+    d.run()
+    d.step()
+    return bool(places(d.steps, identifiers(p, p_id)))
+
+
 @case("KV-MULTI-001", variants=lambda cell, matrix: PLACES, rig="scheduler")
 def loads_nothing_if_another_connector_loads(rig: Rig, where: str) -> Evidence:
     """MultiConnector chooses the fake connector: the connector gets 0 tokens and all blocks.
@@ -82,7 +93,8 @@ def loads_nothing_if_another_connector_loads(rig: Rig, where: str) -> Evidence:
             "", f"the fake connector loads, and {rig.subject.connector} got {token_counts} tokens"
         )
     for step in d.steps:
-        if ordered := sorted(filter(d.owns_block, integers(step.metadata.metadata[subject.index]))):
+        ordered = sorted(filter(d.owns_block, integers(step.metadata.metadata[subject.index])))
+        if ordered and names_blocks_of_loads_only(rig):  # or it may save them
             raise rig.violation(
                 "",
                 f"another connector loads {id}, and step {step.number} orders a load into blocks {ordered}",
@@ -93,7 +105,7 @@ def loads_nothing_if_another_connector_loads(rig: Rig, where: str) -> Evidence:
     rig.require_no_leaks(p, d)
     # a P that copies its blocks at once, and so declares that it has no lease, waits for no notification
     waits_for_d = kept and not rig.subject.features.get("lease")
-    if where == "first" and waits_for_d and not notified:
+    if where == "first" and waits_for_d and not notified and _names_p(rig, prompt):
         raise rig.violation(
             "KV-HIT-001",
             f"another connector has loaded {SAME}, P keeps {blocks} blocks, and no step's metadata orders a "
@@ -145,17 +157,28 @@ def loads_the_same_as_alone(rig: Rig, where: str) -> Evidence:
     )
 
 
-def _keeps_alone(rig: Rig, prompt: tuple[int, ...]) -> bool:
-    """Whether P keeps the blocks of a hand-over if the connector is alone."""
+def _keeps_alone(rig: Rig, prompt: tuple[int, ...], params: dict[str, Any] | None) -> bool:
+    """Whether P keeps the blocks of a request if the connector is alone.
+
+    If nothing is handed over, it may do so until its workers, whom it tells, report them as sent.
+    """
     p = rig.side("P")
-    id = p.add(prompt, rig.prefill_params())
+    id = p.add(prompt, params)
     p.run()
-    return bool(p.calls_of(ENDED, id)[0].result[0])
+    [ended] = p.calls_of(ENDED, id)
+    if params is None and id in p.delayed_free_requests():
+        raise rig.violation(
+            "",
+            f"for a request that asks for no hand-over {ended.hook} returned {str(ended.result)[:200]}, and "
+            "neither a step's metadata tells the workers of it, who would have to report it, nor does a "
+            "worker half report it",
+        )
+    return bool(ended.result[0])
 
 
 @case("KV-MULTI-002", applies=_dense, variants=lambda cell, matrix: KEEPERS, rig="scheduler")
 def keeps_only_its_own_blocks(rig: Rig, who: str) -> Evidence:
-    """The connector keeps only the blocks that it hands over itself.
+    """The connector keeps the blocks that it keeps alone, and no others.
 
     It also gets the reports of the fake connector.
     """
@@ -166,16 +189,17 @@ def keeps_only_its_own_blocks(rig: Rig, who: str) -> Evidence:
     subject, fake = multi_connector_children(p)
     fake.connector.keeps = who != "subject"
     prompt = rig.prompt(token_count(PROMPT, p.block_size))
-    id = p.add(prompt, None if who == "fake" else rig.prefill_params())
+    params = None if who == "fake" else rig.prefill_params()
+    id = p.add(prompt, params)
     p.run()
-    [ended], due = subject.calls_of(ENDED, id), who != "fake" and _keeps_alone(rig, prompt)
+    [ended], due = subject.calls_of(ENDED, id), _keeps_alone(rig, prompt, params)
     if bool(ended.result[0]) != due:
         raise rig.violation(
             "", f"beside a fake connector {ended.hook} returned {str(ended.result)[:200]}, and alone {due}"
         )
     steps = [*p.steps, p.step()]
     waits_for = max(((step.metadata.extra_async_saves or {}).get(id, 0) for step in steps), default=0)
-    if waits_for != (due and who == "both"):
+    if waits_for != (due and who != "subject"):
         raise rig.violation(
             "",
             f"{who} keep the blocks of {id}, and MultiConnector waits for {waits_for} reports besides the "

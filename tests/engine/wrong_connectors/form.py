@@ -1,4 +1,4 @@
-"""A connector that prints binary data, and one that does not inherit SupportsHMA."""
+"""A connector that prints binary data, and two that do not inherit SupportsHMA."""
 
 from __future__ import annotations
 
@@ -62,3 +62,15 @@ for _name in """bind_connector_metadata clear_connector_metadata register_kv_cac
                 request_finished get_handshake_metadata
                 set_xfer_handshake_metadata_pp_aware get_loaded_kv_cache_group_ids shutdown""".split():
     setattr(NoHMA, _name, _passes(_name))
+
+
+class LoadsTheWindow(NoHMA):
+    """Loads the last two blocks alone. Without SupportsHMA all layers are in one group, also those without a
+    window, which read the whole prompt.
+    """
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        for meta in self.inner._get_connector_metadata().reqs_to_recv.values():
+            (ours,), (theirs,) = meta.local_block_ids, meta.remote.block_ids
+            meta.local_block_ids, meta.remote.block_ids = (list(ours[-2:]),), (list(theirs[-2:]),)
+        super().start_load_kv(forward_context, **kwargs)

@@ -12,6 +12,7 @@ under its full name; the tests themselves do not import it.
 from .failed_steps import *
 from .late_writes import *
 from .leases import *
+from .pools import *
 from .ranks import *
 from .right import *
 from .shutdown import *

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import msgspec
 
 from reference_connector import ReferenceConnector
+from reference_connector.messages import Leases, decode, encode
 
 from .right import Right, TrustsLeases
 
@@ -115,3 +117,43 @@ class RenewsTooSlowly(ReferenceConnector):
             half.hold = lambda name, handoff: hold(
                 name, msgspec.structs.replace(handoff, remote_lease_duration=86400.0)
             )
+
+
+class ReapsInOrder(ReferenceConnector):
+    """P's look at its leases ends at the first one that goes on."""
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        super().register_kv_caches(kv_caches)
+        leases = self._worker._leases
+
+        def expire() -> set[str]:
+            over = []
+            for number, lease in leases._given.items():
+                if lease.until >= time.monotonic():
+                    break
+                over.append(number)
+            return leases._end(over)
+
+        leases.expire = expire
+
+
+class RenewsOnRankZero(ReferenceConnector):
+    """D renews leases on rank 0 of P alone, and releases them on each rank."""
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        super().register_kv_caches(kv_caches)
+        peers, transport = self._worker._peers, self._worker._transport
+        name_of, notify, others = peers.name, transport.notify, set[str]()
+
+        def name(peer: Any, rank: int) -> str:
+            found = name_of(peer, rank)
+            others.update([found] if rank else [])
+            return found
+
+        def notify_rank(peer: str, notice: bytes) -> None:
+            if peer in others:
+                released = decode(notice, Leases).released
+                notice = encode(Leases(released, []))
+            notify(peer, notice)
+
+        peers.name, transport.notify = name, notify_rank

@@ -1,13 +1,14 @@
-"""Mistakes of the reference connector that show only where a D loads from two P's."""
+"""Mistakes of the reference connector that show only where a D has two P's, or a P two D's."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Generator
 from typing import Any
 
 from reference_connector import ReferenceConnector
 
-__all__ = ["PairsOnce", "PairsWithTheLast"]
+__all__ = ["CountsNoticesOfAll", "OnePeerAStep", "PairsOnce", "PairsWithTheLast"]
 
 
 class PairsOnce(ReferenceConnector):
@@ -39,3 +40,35 @@ class PairsWithTheLast(PairsOnce):
             peer.was_met = True
             self.pairings.append(peer.pairing)
         peer.pairing = self.pairings[-1]
+
+
+class CountsNoticesOfAll(ReferenceConnector):
+    """Each D numbers its notices, so that P takes none twice. P has one account for all D's."""
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        super().register_kv_caches(kv_caches)
+        transport = self._worker._transport
+        notify, notifications = transport.notify, transport.notifications
+        sent, seen = itertools.count(), set[bytes]()
+
+        def notify_with_number(peer: Any, notice: bytes) -> None:
+            notify(peer, next(sent).to_bytes(8, "big") + notice)
+
+        def notices_not_seen() -> list[bytes]:
+            new = [notice for notice in notifications() if notice[:8] not in seen]
+            seen.update(notice[:8] for notice in new)
+            return [notice[8:] for notice in new]
+
+        transport.notify, transport.notifications = notify_with_number, notices_not_seen
+
+
+class OnePeerAStep(ReferenceConnector):
+    """D releases leases of one P in a step, and forgets those of other P's."""
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        orders = getattr(self._get_connector_metadata(), "orders", None)
+        if orders is not None and orders.releases:
+            lost = [lease for lease in orders.releases if lease.peer != orders.releases[0].peer]
+            orders.releases = [lease for lease in orders.releases if lease not in lost]
+            self._report.notified |= set(lost)
+        super().start_load_kv(forward_context, **kwargs)

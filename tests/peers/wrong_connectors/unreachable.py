@@ -10,6 +10,7 @@ from typing import Any
 
 import zmq
 
+from reference_connector import ReferenceConnector
 from tests.right_connectors.answers import Half, OtherHalf
 
 from .right import PATIENCE_S, Right, TrustsLeases
@@ -32,6 +33,23 @@ class Patient(Right):
             return shake(*args, **kwargs)
 
         worker._nixl_handshake = handshake
+
+
+class ReportsOneFailure(ReferenceConnector):
+    """Of loads that have failed within half a second one is reported as failed, and the others as done."""
+
+    failures: dict[str, float]  # request -> when its load failed
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        results, now = super().get_transfer_results(finished_req_ids), time.monotonic()
+        self.failures = getattr(self, "failures", {}) | dict.fromkeys(results.failed_recving, now)
+        results.finished_recving -= self.failures.keys()
+        results.failed_recving.clear()
+        if self.failures and now > min(self.failures.values()) + 0.5:
+            results.failed_recving.add(max(self.failures, key=lambda name: self.failures[name]))
+            results.finished_recving |= self.failures.keys()
+            self.failures.clear()
+        return results
 
 
 class NeverGivesUp(Right):

@@ -86,6 +86,15 @@ class KeepsTheAborted(Right):
         return super().request_finished_all_groups(request, block_ids)
 
 
+class TellsNobodyOfWhatItKeeps(Right):
+    """D keeps the blocks of a request that ends by itself. No worker is told, so that none reports it."""
+
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> Ended:
+        kept, params = super().request_finished_all_groups(request, block_ids)
+        given = request.kv_transfer_params is not None and not prefills(request)
+        return kept or (given and request.status == RequestStatus.FINISHED_LENGTH_CAPPED), params
+
+
 class HandsOverOldBlocks(Right):
     """Returns the blocks that the request was given first."""
 

@@ -26,6 +26,7 @@ from pytest_kvconform.rigs.scheduler.live.sizes import sizes_of
 from pytest_kvconform.rigs.scheduler.rig import BLOCK, Rig
 from pytest_kvconform.rigs.scheduler.worker_half import WorkerHalf
 from pytest_kvconform.rigs.vllm_setup.compat import defers_finalize, post_forward, pre_forward
+from pytest_kvconform.rigs.vllm_setup.kv_cache_specs import window_of
 
 OWNERS, LONGEST = 251, 8  # numbers of requests that words can tell apart; blocks of a request
 WAIT_S = 0.001  # after a step without tokens: transfers go on in the background
@@ -310,7 +311,7 @@ class LiveEngine:
         if name in self._states():
             slot = _slot(table, end, size)
             return self.memory.wrong_slot(name, slot, owner, end, engine) if slot else ""
-        window = getattr(self.half.layers[name].spec, "sliding_window", None) or 0
+        window = window_of(self.side.kv_config.kv_cache_groups[group].kv_cache_spec)
         tokens = np.arange(max(first, end - window + 1) if window else first, end)
         return self.memory.wrong_token(name, table[tokens // size], tokens, owner, engine)
 

@@ -13,15 +13,14 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 from pytest_kvconform.case_outcome import end_of, error_of
-from pytest_kvconform.result import Blocked
 from pytest_kvconform.rigs.engine.router import transfer_id_of
 from pytest_kvconform.rigs.processes.child import poll
 from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.processes.linux import die_with_parent
-from pytest_kvconform.rigs.processes.logs import text_since, write_stack
+from pytest_kvconform.rigs.scheduler.live import ends
 from pytest_kvconform.rigs.scheduler.live.config import LiveSpec, live_config
 from pytest_kvconform.rigs.scheduler.live.engine import LiveEngine
-from pytest_kvconform.rigs.scheduler.violations import NOT_ENDED, NOT_SHOWN, is_in_connector
+from pytest_kvconform.rigs.scheduler.violations import NOT_ENDED
 
 if TYPE_CHECKING:
     from pytest_kvconform.rigs.scheduler.rig import Rig
@@ -105,16 +104,12 @@ class RemoteEngine:
     def _received(self, name: str, deadline: Deadline) -> Any:
         if not poll(self._line, deadline):
             hangs = f"the engine of {self.spec.role} hangs in `{name}`, and answers no more"
-            text, host = text_since(write_stack(self.pid)), self.rig.host
-            if not is_in_connector(text, host.running_hook(), host.spec.facts):
-                raise Blocked(f"{hangs}{NOT_SHOWN}")
-            raise self.rig.violation("KV-HOOK-002", hangs)
+            raise ends.hang(self.rig, self.pid, hangs)
         try:
             word, value = self._line.recv()
         except (EOFError, OSError):
-            raise self.rig.violation(
-                "KV-HOOK-002", f"the process of {self.spec.role}'s engine ended in `{name}`"
-            ) from None
+            process = f"the process of {self.spec.role}'s engine"
+            raise ends.end(self.rig, self.pid, process, f"{process} ended in `{name}`") from None
         if word == "returned":
             return value
         raise error_of(value)

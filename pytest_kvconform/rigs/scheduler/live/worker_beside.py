@@ -23,7 +23,8 @@ from pytest_kvconform.case_outcome import CaseEnd, end_of, error_of
 from pytest_kvconform.result import HarnessError
 from pytest_kvconform.rigs.processes.child import poll
 from pytest_kvconform.rigs.processes.cores import Deadline
-from pytest_kvconform.rigs.processes.linux import die_with_parent
+from pytest_kvconform.rigs.processes.linux import children_of, die_with_parent
+from pytest_kvconform.rigs.scheduler.live import ends
 from pytest_kvconform.rigs.scheduler.worker_half import WorkerHalf, single_rank_config
 
 if TYPE_CHECKING:
@@ -46,13 +47,15 @@ class Nursery:
         """Start a worker half, and wait until its KV caches are registered.
 
         `engine`: the VllmConfig of the scheduler. `port`: number of its port. Raises what the worker half
-        raises, and Violation if its start does not end.
+        raises, and what `ends.hang` returns if its start does not end.
         """
         try:
             self._line.send((role, engine.kv_transfer_config, engine.model_config, port))
             if not poll(self._line, Deadline(self._rig.start_s, (self._pid,))):
+                youngest = max(children_of(self._pid), default=self._pid)
+                hangs = ends.hang(self._rig, youngest, f"the start of {role}'s worker half does not end")
                 os.kill(self._pid, signal.SIGKILL)  # its workers end with it
-                raise self._rig.violation("KV-HOOK-002", f"the start of {role}'s worker half does not end")
+                raise hangs
             failed: CaseEnd | None = self._line.recv()
         except (OSError, EOFError):
             raise HarnessError(f"nothing starts {role}'s worker half: its nursery has ended") from None
@@ -91,8 +94,8 @@ def _start_workers(rig: Rig, line: Connection) -> None:
         try:
             line.send(ours.recv())
         except EOFError:
-            sentence = f"{question[0]}'s worker half ended its process at the start"
-            line.send(end_of(rig.violation("KV-HOOK-002", sentence)))
+            half = f"{question[0]}'s worker half"
+            line.send(end_of(ends.end(rig, pid, half, f"{half} ended its process at the start")))
     for pid, ours in workers:
         ours.close()
         os.waitpid(pid, 0)

@@ -6,8 +6,12 @@ from collections.abc import Callable
 from functools import partial
 
 import pytest
+from msgspec.structs import replace
 
 from pytest_kvconform import rules
+from pytest_kvconform.rigs.scheduler.live.answers import WAITS
+from pytest_kvconform.subject import resolve
+from tests.helpers import case_runner as runner_of_cases
 from tests.helpers.case_runner import CaseRunner, CellRun
 from tests.helpers.fixtures import fixtures
 
@@ -46,6 +50,7 @@ WARNS = {"AnswersMoreLater": MAY_CHANGE, "OneLoadAtATime": "unreachable_peer_del
 case_runner, run_cases = fixtures(
     lambda: CaseRunner("tests.right_connectors.answers", "protocol", ("llama3_1_8b",), "full"),
     lambda case_runner: partial(case_runner.run, setup="b16", matrix="full"),
+    scope="module",
 )
 
 
@@ -62,3 +67,43 @@ def test_a_right_connector_passes(run_cases: Callable[..., CellRun], connector: 
     assert reasons == {}
     passed = {name.partition("[")[0] for name, outcome in run.outcomes.items() if outcome == "PASS"}
     assert passed == names - set(WARNS.get(connector, "").split())
+
+
+@pytest.mark.parametrize(
+    ("connector", "outcome"), [("MeetsFirst", "BLOCKED"), ("MeetsNobody", "FAIL"), ("LosesALookup", "FAIL")]
+)
+def test_an_answer_that_waits_for_own_workers_is_told_from_one_that_never_comes(
+    run_cases: Callable[..., CellRun], connector: str, outcome: str
+) -> None:
+    name, case = f"tests.right_connectors.workers:{connector}", "none_is_followed_by_an_answer"
+    run = run_cases(name, "llama3_1_8b", only=lambda planned: planned.case.name == case)
+    assert run.outcomes == {f"{case}[handed_over]": outcome, f"{case}[plain]": "PASS"}
+    if outcome == "BLOCKED":
+        assert run.reasons == {f"{case}[handed_over]": WAITS}
+        assert run.verdict.word == "INCOMPLETE"
+    else:
+        [finding] = run.findings.values()
+        assert finding.rule == "KV-MATCH-006" and finding.happened.endswith("cmpl-D0-0000: it waits")
+
+
+@pytest.mark.parametrize(
+    ("connector", "outcome"), [("workers:MeetsFirst", "BLOCKED"), ("workers:SaysNothing", "FAIL")]
+)
+def test_an_answer_may_wait_for_workers_that_cannot_run_here(
+    run_cases: Callable[..., CellRun], monkeypatch: pytest.MonkeyPatch, connector: str, outcome: str
+) -> None:
+    monkeypatch.setattr(
+        runner_of_cases, "resolve", lambda settings: replace(resolve(settings), requires_device="cuda")
+    )
+    case = "none_is_followed_by_an_answer"
+    run = run_cases(
+        f"tests.right_connectors.{connector}",
+        "llama3_1_8b",
+        variants="handed_over",
+        only=lambda planned: planned.case.name == case,
+    )
+    assert run.outcomes == {f"{case}[handed_over]": outcome}
+    for reason in run.reasons.values():
+        assert reason.endswith(
+            f"{connector[8:]} moves bytes only on cuda, and the installed vLLM runs on cpu"
+        )

@@ -1,0 +1,197 @@
+"""Connectors of which scripted workers know too little: what they say, or whose ends they learn of."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+)
+
+from reference_connector import ReferenceConnector
+from reference_connector.connector import Metadata, WorkerReport
+from reference_connector.handshake import HandshakeError
+from reference_connector.messages import Address
+
+Answer = tuple[int | None, bool]
+Ended = tuple[bool, dict[str, Any] | None]
+MEET_S = 5.0
+PEERS = 64  # that D remembers
+
+# ---- D asks its workers to meet P before it announces anything ----
+
+
+@dataclass
+class Meeting(Metadata):
+    meet: list[Address] = field(default_factory=list)
+
+
+@dataclass
+class MetReport(WorkerReport):
+    met: Counter[Address] = field(default_factory=Counter)  # how many ranks have met it
+
+    def aggregate(self, other: Any) -> Any:
+        both: Any = super().aggregate(other)
+        return MetReport(both.notified, both.missed, self.met + other.met)
+
+
+class MeetsFirst(ReferenceConnector):
+    """D announces nothing of a P until all its workers have met this P. It answers None until they have said
+    so in metadata of their own.
+    """
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any):
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.size = vllm_config.parallel_config.tensor_parallel_size
+        self.left: dict[Address, int] = {}  # ranks that have not met it
+        self.new: list[Address] = []
+        self.meetings: dict[Address, Iterator[Any]] = {}
+        self.met: Counter[Address] = Counter()
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Answer:
+        tokens, asynchronous = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        if not tokens:
+            return tokens, asynchronous
+        peer = self._scheduler._handoffs[request.request_id].lease.peer
+        if peer not in self.left:
+            while len(self.left) >= PEERS:
+                del self.left[next(iter(self.left))]
+            self.left[peer] = self.size
+            self.new.append(peer)
+        return (None, False) if self.left[peer] > 0 else (tokens, asynchronous)
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        new, self.new = self.new, []
+        return Meeting(self._scheduler.take_orders(), new)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        super().update_connector_output(connector_output)
+        report = connector_output.kv_connector_worker_meta
+        for peer, ranks in report.met.items() if isinstance(report, MetReport) else ():
+            if peer in self.left:
+                self.left[peer] -= ranks
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        metadata: Any = self._get_connector_metadata()
+        for peer in metadata.meet:
+            self.meetings[peer] = self._worker._peers.meet(peer, time.monotonic() + MEET_S)
+        super().start_load_kv(forward_context, **kwargs)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        for peer, meeting in list(self.meetings.items()):
+            try:
+                next(meeting)
+            except (StopIteration, HandshakeError):  # a load from a P that does not answer fails
+                del self.meetings[peer]
+                self.met[peer] += 1
+        return super().get_transfer_results(finished_req_ids)
+
+    def build_connector_worker_meta(self) -> Any:
+        report: Any = super().build_connector_worker_meta() or WorkerReport()
+        met, self.met = self.met, Counter()
+        return (
+            MetReport(report.notified, report.missed, met)
+            if report.notified or report.missed or met
+            else None
+        )
+
+
+class MeetsNobody(MeetsFirst):
+    """Wrong: no worker is asked to meet P, so D waits for ever."""
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        self.new.clear()
+        return super().build_connector_meta(scheduler_output)
+
+
+class LosesALookup(ReferenceConnector):
+    """Wrong: D waits for ever for what P has of one request. Its workers have nothing to do with it."""
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Answer:
+        tokens, asynchronous = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        lost = tokens and request.request_id.endswith("-0000")
+        return (None, False) if lost else (tokens, asynchronous)
+
+
+class SaysNothing(LosesALookup):
+    """Wrong in the same way. Its workers report nothing of their own."""
+
+    build_connector_worker_meta = KVConnectorBase_V1.build_connector_worker_meta
+
+
+# ---- vLLM alone tells the workers that a request has ended ----
+
+
+class HearsOfEnds(ReferenceConnector):
+    """Keeps what a request has, unless it was loaded, for a moment after its end. Its metadata does not name
+    the end: the workers know it from vLLM's finished_req_ids.
+    """
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any):
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.loaded: set[str] = set()  # of this half
+        self.leased: set[str] = set()
+        self.heard: set[str] = set()
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        if request.request_id in self._scheduler._loading:
+            self.loaded.add(request.request_id)
+
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> Ended:
+        kept, params = super().request_finished_all_groups(request, block_ids)
+        loaded = request.request_id in self.loaded
+        self.loaded.discard(request.request_id)
+        return kept or not loaded, params
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        metadata: Any = self._get_connector_metadata()
+        self.loaded |= metadata.orders.loads.keys()
+        self.leased = set(metadata.orders.leases.values())
+        super().start_load_kv(forward_context, **kwargs)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        results = super().get_transfer_results(finished_req_ids)
+        sent, self.heard = self.heard, finished_req_ids - self.leased - self.loaded
+        self.loaded -= finished_req_ids
+        return KVConnectorTransferResults(
+            results.finished_sending | sent, results.finished_recving, results.failed_recving
+        )
+
+
+class HearsNothing(HearsOfEnds):
+    """Wrong: its workers report no end."""
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        return super().get_transfer_results(set())
+
+
+class HearsOfEndsOfD(HearsOfEnds):
+    """D alone keeps what a request has after its end."""
+
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> Ended:
+        if is_of_d(self):
+            return super().request_finished_all_groups(request, block_ids)
+        return ReferenceConnector.request_finished_all_groups(self, request, block_ids)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        if is_of_d(self):
+            return super().get_transfer_results(finished_req_ids)
+        return ReferenceConnector.get_transfer_results(self, finished_req_ids)
+
+
+class HearsOfEndsOfP(HearsOfEnds):
+    """Wrong: D keeps what its requests have, too, and D's workers report no end."""
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        return super().get_transfer_results(set() if is_of_d(self) else finished_req_ids)
+
+
+def is_of_d(connector: Any) -> bool:
+    return bool(connector._vllm_config.kv_transfer_config.kv_role == "kv_consumer")
