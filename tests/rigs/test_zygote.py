@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from functools import partial
-from multiprocessing.connection import Listener
+from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +28,7 @@ from pytest_kvconform.rigs.launch import (
     wait_for_zygote,
 )
 from pytest_kvconform.rigs.processes import cores, linux
+from pytest_kvconform.rigs.processes.child import ChildProcess
 from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.processes.zygote import SOCKET
 from pytest_kvconform.rigs.vllm_setup import optional_packages
@@ -123,6 +124,40 @@ def test_without_vllm_the_reason_names_the_command_that_helps() -> None:
     try:
         with pytest.raises(Blocked, match=r"no_such_module is not installed .*: kvconform doctor says"):
             wait_for_zygote(zygote.address, 60.0)
+    finally:
+        assert zygote.close() == []
+
+
+def begin_four_threads(connection: Connection, argument: None) -> None:
+    """Each thread's first work of torch is done at the same moment. Sends what they raised."""
+    import torch
+
+    together, raised = threading.Barrier(4), list[str]()
+
+    def work() -> None:
+        together.wait(10)
+        try:
+            torch.zeros(1 << 16)
+        except RuntimeError as error:
+            raised.append(str(error))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    connection.send(raised)
+
+
+def test_threads_of_a_child_may_begin_at_once() -> None:
+    """Without the override four of five children fail."""
+    zygote = launch_zygote(())
+    try:
+        wait_for_zygote(zygote.address, 120.0)
+        for number in range(20):
+            child = ChildProcess(zygote.address, f"child{number}", f"{__name__}:begin_four_threads", None, 60.0)
+            assert child.receive(60.0) == []
+            child.end()
     finally:
         assert zygote.close() == []
 

@@ -29,6 +29,18 @@ def configure_loggers() -> None:
     configure_logging_if_needed(LoggingConfig())
 
 
+def begin_threads_of_torch_safely() -> None:
+    """Let each process that is forked from now on make torch's pool of threads before its threads need it.
+
+    A fork leaves a pool that cannot be used, and the first work of torch in a new thread replaces it. No lock
+    is held: of two threads that begin at once, one may fail with "Invalid thread pool!"
+    (aten/src/ATen/ParallelOpenMP.cpp). A connector that copies in threads would be blamed.
+    """
+    import torch
+
+    os.register_at_fork(after_in_child=lambda: torch.set_num_threads(torch.get_num_threads()))
+
+
 def keep_heap_frozen() -> None:
     """Make `gc.unfreeze` do nothing.
 
