@@ -7,6 +7,8 @@ import os
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -38,6 +40,23 @@ def test_a_fork_knows_what_a_zygote_knows_that_imports(monkeypatch: pytest.Monke
         assert [forked.close(), cold.close()] == [[], []]
     assert (forked.process.returncode, cold.process.returncode) == (0, 0)
     assert not forked.run_dir.exists()
+
+
+@pytest.mark.parametrize(
+    ("connector", "address", "warm"),
+    [("", "", True), ("NixlConnector", "", False), ("NixlConnector", "/x", True)],
+)
+def test_only_runs_of_tests_are_given_forks(
+    monkeypatch: pytest.MonkeyPatch, connector: str, address: str, warm: bool
+) -> None:
+    monkeypatch.setattr(launch, "_begin", warm_zygotes._begin_cold)
+    monkeypatch.setattr(warm_zygotes, "_at_start", {})
+    monkeypatch.delenv(warm_zygotes.ADDRESS, raising=False)
+    if address:
+        monkeypatch.setenv(warm_zygotes.ADDRESS, address)
+    config: Any = SimpleNamespace(getoption=lambda name, default: connector)
+    warm_zygotes.pytest_configure(config)
+    assert (launch._begin is warm_zygotes.begin) == warm
 
 
 def test_an_early_end_of_a_fork_is_reported() -> None:

@@ -141,8 +141,10 @@ def _connect(server: socket.socket) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    launch._begin = begin
-    _at_start.update(os.environ)
+    """A run of the suite in this repository has a zygote as users have it, unless a test has started the run."""
+    if ADDRESS in os.environ or not config.getoption("--kv-connector", default=""):
+        launch._begin = begin
+        _at_start.update(os.environ)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
