@@ -141,7 +141,7 @@ def _connect(server: socket.socket) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """A run of the suite in this repository has a zygote as users have it, unless a test has started the run."""
+    """Lend forks to runs of tests. `pytest --kv-connector` in this folder has a zygote as users have it."""
     if ADDRESS in os.environ or not config.getoption("--kv-connector", default=""):
         launch._begin = begin
         _at_start.update(os.environ)

@@ -128,8 +128,9 @@ def test_without_vllm_the_reason_names_the_command_that_helps() -> None:
         assert zygote.close() == []
 
 
-def begin_four_threads(connection: Connection, argument: None) -> None:
-    """Each thread's first work of torch is done at the same moment. Sends what they raised."""
+def tell_own_state(connection: Connection, argument: None) -> None:
+    """Send what four threads raise whose first work of torch comes at one moment, and a random number."""
+    import numpy as np
     import torch
 
     together, raised = threading.Barrier(4), list[str]()
@@ -146,20 +147,23 @@ def begin_four_threads(connection: Connection, argument: None) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    connection.send(raised)
+    connection.send((raised, np.random.randint(1 << 62)))
 
 
-def test_threads_of_a_child_may_begin_at_once() -> None:
-    """Without the override four of five children fail."""
-    zygote = launch_zygote(())
+def test_a_child_has_threads_of_torch_and_random_numbers_of_its_own() -> None:
+    """Without one override threads of four of five children fail, without the other all numbers are equal."""
+    zygote, numbers = launch_zygote(()), set()
     try:
         wait_for_zygote(zygote.address, 120.0)
-        for number in range(20):
-            child = ChildProcess(zygote.address, f"child{number}", f"{__name__}:begin_four_threads", None, 60.0)
-            assert child.receive(60.0) == []
-            child.end()
+        for child in range(20):
+            process = ChildProcess(zygote.address, f"child{child}", f"{__name__}:tell_own_state", None, 60.0)
+            raised, number = process.receive(60.0)
+            process.end()
+            assert raised == []
+            numbers.add(number)
     finally:
         assert zygote.close() == []
+    assert len(numbers) == 20
 
 
 @pytest.mark.parametrize(("starved", "ready"), [(False, False), (True, True)])

@@ -14,6 +14,8 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
+
 _unfreeze = gc.unfreeze
 _CORES = os.sched_getaffinity(0)  # at import: before any connector can narrow it
 
@@ -39,6 +41,15 @@ def begin_threads_of_torch_safely() -> None:
     import torch
 
     os.register_at_fork(after_in_child=lambda: torch.set_num_threads(torch.get_num_threads()))
+
+
+def draw_own_random_numbers() -> None:
+    """Let each process that is forked from now on seed NumPy's random numbers anew.
+
+    Python's `random` does so by itself. P and D would draw the same numbers, and a connector may name its
+    engines or its requests by them.
+    """
+    os.register_at_fork(after_in_child=np.random.seed)
 
 
 def keep_heap_frozen() -> None:

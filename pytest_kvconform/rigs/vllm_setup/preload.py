@@ -33,6 +33,7 @@ def preload(arguments: dict[str, Any]) -> dict[str, str]:
     overrides.hide_cpu_features(arguments.get("hidden", ()))  # vLLM asks as it is imported
     torch.set_num_threads(1)  # a child keeps its parent's count, whatever its environment sets
     overrides.begin_threads_of_torch_safely()
+    overrides.draw_own_random_numbers()
     import vllm
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.platforms import current_platform
