@@ -13,6 +13,7 @@ from pytest_kvconform.rigs.context import RunContext, SubjectFacts
 from pytest_kvconform.rigs.engine.bench import EngineBench
 from pytest_kvconform.rigs.launch import Zygote, launch_zygote, start_zygote, wait_for_zygote
 from pytest_kvconform.rigs.nodes import Nodes
+from pytest_kvconform.rigs.other_python import OtherPython
 from pytest_kvconform.rigs.peers.bench import PeerBench
 from pytest_kvconform.rigs.peers.fault_bench import FaultBench
 from pytest_kvconform.rigs.probe_subject import BadSubject, facts_of_deployment, probe_subject
@@ -78,7 +79,8 @@ class Bench:
             self._nodes = Nodes(subject, settings, address, facts, self.context.deadlines.start)
             placed = replace(self.context, places=self._nodes.places)
         self.engine = EngineBench(placed)
-        self.bytes = ByteBench(placed)
+        self._other_python = OtherPython(address, settings.timeout_scale, progress)
+        self.bytes = ByteBench(placed, self._other_python.place)
         self.faults = FaultBench(placed)
         self.peers = PeerBench(self.context)
         self.scheduler = SchedulerBench(self.context)
@@ -98,4 +100,4 @@ class Bench:
         self.context.running.end_all()
         author_hook.end(self.context.address)
         self.scheduler.drop()
-        return self._nodes.close() if self._nodes else []
+        return [*self._other_python.close(), *(self._nodes.close() if self._nodes else [])]

@@ -20,7 +20,7 @@ from pytest_kvconform import extras
 from pytest_kvconform.case import RIGS_OF_TIERS
 from pytest_kvconform.result import Blocked, HarnessError
 from pytest_kvconform.rigs.processes.cores import Deadline
-from pytest_kvconform.rigs.processes.place import connect
+from pytest_kvconform.rigs.processes.place import FOLDER_OF_MODELS, connect
 from pytest_kvconform.rigs.processes.zygote import READY, SOCKET
 from pytest_kvconform.rigs.vllm_setup.compat import environment_without_gpu
 
@@ -46,6 +46,7 @@ SERVING_PRELOAD = "pytest_kvconform.rigs.serving.preload:preload"
 CLOSE_S = 20.0  # for the zygote to end everything
 LOOK_S = 0.5  # between two looks at how long the zygote has waited for a core
 PREFIX = "kvconform-"
+LAUNCHED = "launched.json"  # in the folder of a zygote: what it was started with
 
 
 class Zygote:
@@ -134,12 +135,15 @@ def launch_zygote(
     `variables`: of the environment of every engine; they win over the user's.
     """
     remove_stale_run_dirs()
+    more = list(more)
     run_dir = Path(tempfile.mkdtemp(prefix=PREFIX, dir=short_temporary_folder()))
     arguments = {
         "architectures": sorted(architectures),
         "geometries": sorted(geometries),
         "hidden": sorted(hidden),
     }
+    launched = {"hidden": arguments["hidden"], "more": more, "variables": dict(variables)}
+    (run_dir / LAUNCHED).write_text(json.dumps(launched))
     modules, functions = [*ENGINE_MODULES], [*more]
     if arguments["geometries"]:
         modules, functions = [*modules, *GEOMETRY_MODULES], [*functions, POISON]
@@ -157,6 +161,18 @@ def launch_zygote(
         )
     (run_dir / "pid").write_text(str(process.pid))
     return Zygote(process, run_dir)
+
+
+def launch_another(address: str, geometries: Iterable[str]) -> Zygote:
+    """Start a zygote with the environment of one that runs, for engines without a model.
+
+    It is another Python: what is forked from it shares no salt of `hash` with forks of the first one.
+    `geometries`: architectures.
+    """
+    first: dict[str, Any] = json.loads((Path(address).parent / LAUNCHED).read_text())
+    more = [function for function in first["more"] if function == STAND_IN]
+    variables = first["variables"] | {FOLDER_OF_MODELS: str(Path(address).parent)}
+    return launch_zygote((), geometries, first["hidden"], more, variables=variables)
 
 
 def _begin(command: list[str], variables: Mapping[str, str], log: IO[bytes]) -> subprocess.Popen[bytes]:

@@ -30,9 +30,13 @@ class Loads:
         requests: Sequence[HandedOver],
         engines: tuple[EngineFacts, EngineFacts],
         loads_longer: Callable[[], bool],
+        remark: str = "",
     ):
-        """`engines`: P and D. `loads_longer`: whether D loads something of the cell's longest prompt."""
+        """`engines`: P and D. `loads_longer`: whether D loads something of the cell's longest prompt.
+        `remark`: what is unusual about the cell, for the diagnosis where D loads nothing.
+        """
         self.subject, self.requests, self.loads_longer = subject, requests, loads_longer
+        self.remark = remark and f"; {remark}"
         self.sizes = engines[0].block_size, engines[1].block_size
         self.store = subject.is_store
 
@@ -145,13 +149,12 @@ class Loads:
         differs = f"D should compute no token before token {due}"
         if declared := declared_amount(self.subject):
             differs += f": {declared} is declared"
-        return self._finding(
-            r,
+        diagnosis = (
             "get_num_new_matched_tokens announced nothing of a prompt that was saved"
             if self.store
-            else "D recomputed the prompt: get_num_new_matched_tokens announced nothing",
-            differs,
+            else "D recomputed the prompt: get_num_new_matched_tokens announced nothing"
         )
+        return self._finding(r, diagnosis + self.remark, differs)
 
     def _less(self, r: HandedOver, due: int, size: int) -> Finding:
         whole = "the whole blocks that were saved" if self.store else "P had"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from model_matrix import load_geometries
@@ -10,7 +11,7 @@ from pytest_kvconform.result import Blocked, Cell, NotApplicable
 from pytest_kvconform.rigs.bytes.handle import ByteEngineHandle
 from pytest_kvconform.rigs.bytes.handover import TransferObservation, observe_transfer
 from pytest_kvconform.rigs.bytes.messages import ByteEngineSpec
-from pytest_kvconform.rigs.bytes.specs import alike, byte_engine_spec, needed_blocks
+from pytest_kvconform.rigs.bytes.specs import alike, byte_engine_spec, interpreters, needed_blocks
 from pytest_kvconform.rigs.context import Deadlines, RunContext
 from pytest_kvconform.rigs.engine.control import Control
 from pytest_kvconform.rigs.engine.handle import EngineFailed, hook_calls
@@ -18,6 +19,7 @@ from pytest_kvconform.rigs.engine.messages import EngineFacts
 from pytest_kvconform.rigs.engine.pairs import EnginePairs
 from pytest_kvconform.rigs.engine.release import is_full
 from pytest_kvconform.rigs.processes.cores import Deadline
+from pytest_kvconform.rigs.processes.place import Place
 from pytest_kvconform.rigs.scenario import Transfer
 
 # Times the deadline of a call: one call may compare hundreds of megabytes, and name
@@ -35,10 +37,11 @@ def call_deadline(context: RunContext) -> float:
 class ByteBench:
     """Runs each transfer of a cell once, however many cases judge its observation."""
 
-    def __init__(self, context: RunContext):
-        self.context = context
+    def __init__(self, context: RunContext, other_python: Callable[[str], Place] | None = None):
+        """`other_python`: geometry -> where a D starts that shares no Python with P."""
+        self.context, self._other_python = context, other_python
         alone = context.subject.is_same_engine
-        self.pairs = EnginePairs(context, ByteEngineHandle, SLOW_CALLS, alone=alone)
+        self.pairs = EnginePairs(context, ByteEngineHandle, SLOW_CALLS, alone=alone, place=self._place)
         self.control = Control(context, ByteEngineHandle, SLOW_CALLS, alone=alone)
         self._observations: dict[tuple[Cell, str, int], TransferObservation] = {}
         # Cells whose engines cannot start for a reason that is not the connector's fault: what to raise, and
@@ -142,9 +145,14 @@ class ByteBench:
                 raise Blocked(excuse) from None
             raise
 
+    def _place(self, cell: Cell, role: str) -> Place:
+        """Where an engine of a cell starts. Engines on nodes share no Python anyway."""
+        apart = role == "D" and interpreters(cell) == 2 and not self.context.places
+        return self._other_python(cell.family) if apart and self._other_python else self.context.place(role)
+
     def _require_alike(self, cell: Cell) -> None:
         """Raise NotApplicable where P and D differ, and the connector loads in the same engine alone."""
-        if self.context.subject.is_same_engine and not alike(cell):
+        if self.context.subject.is_same_engine and not (alike(cell) and interpreters(cell) == 1):
             name = self.context.subject.connector
             raise NotApplicable(f"{name} loads in the engine alone that has saved, and P and D differ")
 

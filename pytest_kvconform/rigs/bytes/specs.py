@@ -79,6 +79,11 @@ def side_of(cell: Cell, role: str) -> Side:
     return setup.prefill if role == "P" else setup.decode
 
 
+def interpreters(cell: Cell) -> int:
+    """How many Pythons P and D are forked from."""
+    return load_byte_matrices().setups[cell.setup].interpreters
+
+
 def alike(cell: Cell) -> bool:
     """Whether D is like P: the same tensor parallel size, block size and memory layout."""
     p, d = parse_topology(cell.topology)

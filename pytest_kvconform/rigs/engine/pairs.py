@@ -20,6 +20,7 @@ from pytest_kvconform.rigs.context import RunContext
 from pytest_kvconform.rigs.engine.handle import EngineFailed, EngineHandle, leave_all
 from pytest_kvconform.rigs.engine.messages import EngineFacts
 from pytest_kvconform.rigs.missing import what_is_missing
+from pytest_kvconform.rigs.processes.place import Place
 from pytest_kvconform.rigs.processes.stacks import is_of_class
 
 Handle = TypeVar("Handle", bound=EngineHandle)
@@ -38,13 +39,16 @@ class EnginePairs(Generic[Handle]):
         remark: str = "",
         *,
         alone: bool = False,
+        place: Callable[[Cell, str], Place] | None = None,
     ):
         """`calls`: how many times as long as usual one call of an engine may take.
 
-        `remark`: what the progress line adds about these engines. `alone`: P is D, too.
+        `remark`: what the progress line adds about these engines. `alone`: P is D, too. `place`: where an
+        engine of a role starts, if the cell has a say.
         """
         self.context, self.handle, self.calls, self.remark = context, handle, calls, remark
         self.roles = "P" if alone else "PD"
+        self.place = place or (lambda cell, role: context.place(role))
         self._pairs: dict[Key, tuple[Handle, Handle]] = {}
         self._folders: dict[Key, Path] = {}  # where the store of a pair saves
         self._started: dict[Key, tuple[EngineFacts, EngineFacts] | EngineFailed] = {}
@@ -98,12 +102,13 @@ class EnginePairs(Generic[Handle]):
         call_s, hung_in = self.calls * self.context.deadlines.call, self.context.hung_in
         facts = self.context.facts
         folder = self._folders[key] = self.context.store_folder(name)
+        places = {role: self.place(cell, role) for role in self.roles}
         pair: list[Handle] = []
         try:
             for role in self.roles:
                 made = spec(role, tp[role], str(folder))
                 known_as = f"{cell}-{role}-{name}"
-                pair.append(self.handle(self.context.place(role), known_as, made, call_s, start_s, hung_in))
+                pair.append(self.handle(places[role], known_as, made, call_s, start_s, hung_in))
                 pair[-1].own = partial(is_of_class, file=facts.file, module=facts.module)
             return pair, [engine.wait_ready() for engine in pair]
         except EngineFailed:
