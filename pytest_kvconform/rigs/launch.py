@@ -20,7 +20,7 @@ from pytest_kvconform import extras
 from pytest_kvconform.case import RIGS_OF_TIERS
 from pytest_kvconform.result import Blocked, HarnessError
 from pytest_kvconform.rigs.processes.cores import Deadline
-from pytest_kvconform.rigs.processes.place import FOLDER_OF_MODELS, connect
+from pytest_kvconform.rigs.processes.place import connect
 from pytest_kvconform.rigs.processes.zygote import READY, SOCKET
 from pytest_kvconform.rigs.vllm_setup.compat import environment_without_gpu
 
@@ -126,13 +126,15 @@ def launch_zygote(
     more: Iterable[str] = (),
     preload: str = PRELOAD,
     variables: Mapping[str, str] = {},
+    temporary: Path | None = None,
 ) -> Zygote:
     """Start a zygote that can fork engines of these model architectures.
 
     `architectures`: engines with checkpoints. `geometries`: architectures of engines without a model.
     `hidden`: features of the CPU that vLLM and torch are not to use. `more`: further functions
     to call in the zygote, which import what engines need. `preload`: the function that imports everything.
-    `variables`: of the environment of every engine; they win over the user's.
+    `variables`: of the environment of every engine; they win over the user's. `temporary`: the folder of
+    temporary files, if it is not the zygote's own.
     """
     remove_stale_run_dirs()
     more = list(more)
@@ -156,9 +158,8 @@ def launch_zygote(
         json.dumps(arguments | {"modules": modules, "functions": functions}),
     ]
     with (run_dir / "zygote.log").open("wb") as log:
-        process = _begin(
-            command, environment(run_dir, variables) | limits_of_kernels(arguments["hidden"]), log
-        )
+        of_engines = environment(temporary or run_dir, variables)
+        process = _begin(command, of_engines | limits_of_kernels(arguments["hidden"]), log)
     (run_dir / "pid").write_text(str(process.pid))
     return Zygote(process, run_dir)
 
@@ -167,12 +168,12 @@ def launch_another(address: str, geometries: Iterable[str]) -> Zygote:
     """Start a zygote with the environment of one that runs, for engines without a model.
 
     It is another Python: what is forked from it shares no salt of `hash` with forks of the first one.
-    `geometries`: architectures.
+    `geometries`: architectures. Temporary files are in the same folder, where P and D may meet.
     """
     first: dict[str, Any] = json.loads((Path(address).parent / LAUNCHED).read_text())
     more = [function for function in first["more"] if function == STAND_IN]
-    variables = first["variables"] | {FOLDER_OF_MODELS: str(Path(address).parent)}
-    return launch_zygote((), geometries, first["hidden"], more, variables=variables)
+    variables, folder = first["variables"], Path(address).parent
+    return launch_zygote((), geometries, first["hidden"], more, variables=variables, temporary=folder)
 
 
 def _begin(command: list[str], variables: Mapping[str, str], log: IO[bytes]) -> subprocess.Popen[bytes]:

@@ -42,9 +42,10 @@ ROOMS = {
     "scheduler": "processes context scenario hook_calls missing vllm_setup engine bytes",
     "serving": "processes context missing vllm_setup engine canary",
     "services": "processes launch",
+    "other_python": "processes launch",
     "nodes": "processes launch",
     "bench": "processes context scenario launch probe_subject vllm_setup engine bytes peers scheduler "
-    "serving nodes",
+    "serving nodes other_python",
 }
 
 # part of the house -> what it must not import, with all that lies below the name
@@ -68,7 +69,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {f"{PLUGIN}.kvspace": ("numpy",)}
 # part of the house -> all that may import it
 IMPORTERS = {
     f"{RIGS}.launch": (
-        *(f"{RIGS}.{name}" for name in ("bench", "probe_subject", "services", "nodes")),
+        *(f"{RIGS}.{name}" for name in ("bench", "probe_subject", "services", "nodes", "other_python")),
         f"{PLUGIN}.pytest_hooks",
     )
 }

@@ -174,7 +174,7 @@ def test_a_node_without_the_connectors_module_says_so(
     monkeypatch.setattr(host, "start_zygote", lambda settings: zygote)
     monkeypatch.setattr(host, "wait_for_zygote", lambda address, deadline_s: {"vllm": "0.32.0"})
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "10.0.0.8")
-    for name in ("UCX_NET_DEVICES", host.FOLDER_OF_MODELS):  # the actor sets them for its zygote
+    for name in ("UCX_NET_DEVICES", host.FOLDER_OF_NODES):  # the actor sets them for its zygote
         monkeypatch.setenv(name, "")
     settings: Any = SimpleNamespace(connector=connector)
     node = host.NodeHost(settings, str(Path.cwd()), str(tmp_path / "far" / "models"))

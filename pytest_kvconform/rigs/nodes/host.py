@@ -16,7 +16,7 @@ import ray
 
 from pytest_kvconform.result import Blocked, HarnessError
 from pytest_kvconform.rigs.launch import start_zygote, wait_for_zygote
-from pytest_kvconform.rigs.processes.place import FOLDER_OF_MODELS, Place
+from pytest_kvconform.rigs.processes.place import FOLDER_OF_NODES, Place
 
 if TYPE_CHECKING:
     from pytest_kvconform.settings import Settings
@@ -41,7 +41,7 @@ class NodeHost:
         self._models = Path(models)
         self._models.mkdir(parents=True, exist_ok=True)
         (self._models / "pid").write_text(str(os.getpid()))  # a later run removes it if nobody else does
-        os.environ[FOLDER_OF_MODELS] = str(self._models)
+        os.environ[FOLDER_OF_NODES] = str(self._models)
         self._module = settings.connector.partition(":")[0] if ":" in settings.connector else ""
         self._zygote = start_zygote(settings)
         self._place = Place(self._zygote.address)

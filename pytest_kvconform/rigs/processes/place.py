@@ -17,8 +17,8 @@ from typing import Any
 from pytest_kvconform.rigs.processes.linux import descendants_of
 
 LOOPBACK = "127.0.0.1"
-# environment variable of engines of two zygotes: the folder of their models' config.json, the same for both
-FOLDER_OF_MODELS = "KVCONFORM_FOLDER_OF_MODELS"
+# environment variable of engines on nodes: the folder of their models' config.json, of one name on both
+FOLDER_OF_NODES = "KVCONFORM_FOLDER_OF_NODES"
 WRITE_S = 0.2  # for a process to write its stacks; one after the other, since ranks share the log
 
 

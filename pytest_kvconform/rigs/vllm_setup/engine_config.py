@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from model_matrix.geometries import Geometry
-from pytest_kvconform.rigs.processes.place import FOLDER_OF_MODELS
+from pytest_kvconform.rigs.processes.place import FOLDER_OF_NODES
 from pytest_kvconform.rigs.vllm_setup.compat import generate_scheduler_kv_cache_config, get_kv_cache_configs
 from pytest_kvconform.rigs.vllm_setup.kv_cache_specs import block_size_of
 
@@ -137,7 +137,7 @@ def _folder_of(geometry: Geometry) -> Path:
 
     P and D have folders of one name, since connectors compare names of models.
     """
-    folder = Path(os.environ.get(FOLDER_OF_MODELS) or tempfile.gettempdir()) / f"geometry-{geometry.id}"
+    folder = Path(os.environ.get(FOLDER_OF_NODES) or tempfile.gettempdir()) / f"geometry-{geometry.id}"
     folder.mkdir(exist_ok=True)
     written = folder / f"{os.getpid()}.json"
     written.write_text(json.dumps(geometry.config))
