@@ -61,11 +61,11 @@ class Side(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How memory is laid out on both sides, and whether they share a Python."""
+    """How memory is laid out on both sides, and whether they are forks of one zygote."""
 
     prefill: Side = Side()
     decode: Side = Side()
-    interpreters: Literal[1, 2] = 1  # from which P and D are forked; each has its own salt of hash()
+    zygotes: Literal[1, 2] = 1  # from which P and D are forked
 
 
 class EngineMatrices(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

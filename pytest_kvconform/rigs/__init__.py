@@ -25,7 +25,7 @@ A room imports rooms to its left, never to its right; peers and scheduler do not
 | `missing` | what an environment lacks, told by an exception of a start |
 | `services` | servers that the connector needs: their ports, their start, their end |
 | `launch` | the start of the zygote, its environment and its end |
-| `other_python` | a second zygote, for a D that shares no Python with P |
+| `second_zygote` | the start of a second zygote, for a D that is no fork of P's |
 | `probe_subject` | the start of the probe, a child process that imports the connector's class |
 
 The way of one hand-over:

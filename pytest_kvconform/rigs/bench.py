@@ -13,13 +13,13 @@ from pytest_kvconform.rigs.context import RunContext, SubjectFacts
 from pytest_kvconform.rigs.engine.bench import EngineBench
 from pytest_kvconform.rigs.launch import Zygote, launch_zygote, start_zygote, wait_for_zygote
 from pytest_kvconform.rigs.nodes import Nodes
-from pytest_kvconform.rigs.other_python import OtherPython
 from pytest_kvconform.rigs.peers.bench import PeerBench
 from pytest_kvconform.rigs.peers.fault_bench import FaultBench
 from pytest_kvconform.rigs.probe_subject import BadSubject, facts_of_deployment, probe_subject
 from pytest_kvconform.rigs.processes import author_hook
 from pytest_kvconform.rigs.processes.marks import Marks
 from pytest_kvconform.rigs.scheduler.bench import SchedulerBench
+from pytest_kvconform.rigs.second_zygote import SecondZygote
 from pytest_kvconform.rigs.serving.bench import ServingBench
 
 if TYPE_CHECKING:
@@ -79,8 +79,8 @@ class Bench:
             self._nodes = Nodes(subject, settings, address, facts, self.context.deadlines.start)
             placed = replace(self.context, places=self._nodes.places)
         self.engine = EngineBench(placed)
-        self._other_python = OtherPython(address, settings.timeout_scale, progress)
-        self.bytes = ByteBench(placed, self._other_python.place)
+        self._second_zygote = SecondZygote(address, settings, progress)
+        self.bytes = ByteBench(placed, self._second_zygote.place)
         self.faults = FaultBench(placed)
         self.peers = PeerBench(self.context)
         self.scheduler = SchedulerBench(self.context)
@@ -100,4 +100,4 @@ class Bench:
         self.context.running.end_all()
         author_hook.end(self.context.address)
         self.scheduler.drop()
-        return [*self._other_python.close(), *(self._nodes.close() if self._nodes else [])]
+        return [*self._second_zygote.close(), *(self._nodes.close() if self._nodes else [])]

@@ -19,6 +19,7 @@ from model_matrix.cells import MODELS
 from pytest_kvconform import extras
 from pytest_kvconform.case import RIGS_OF_TIERS
 from pytest_kvconform.result import Blocked, HarnessError
+from pytest_kvconform.rigs.processes.child import GONE
 from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.processes.place import connect
 from pytest_kvconform.rigs.processes.zygote import READY, SOCKET
@@ -46,7 +47,7 @@ SERVING_PRELOAD = "pytest_kvconform.rigs.serving.preload:preload"
 CLOSE_S = 20.0  # for the zygote to end everything
 LOOK_S = 0.5  # between two looks at how long the zygote has waited for a core
 PREFIX = "kvconform-"
-LAUNCHED = "launched.json"  # in the folder of a zygote: what it was started with
+ANSWER_S = 20.0  # for a zygote that has imported everything to answer
 
 
 class Zygote:
@@ -126,26 +127,23 @@ def launch_zygote(
     more: Iterable[str] = (),
     preload: str = PRELOAD,
     variables: Mapping[str, str] = {},
-    temporary: Path | None = None,
+    whole: Mapping[str, str] | None = None,
 ) -> Zygote:
     """Start a zygote that can fork engines of these model architectures.
 
     `architectures`: engines with checkpoints. `geometries`: architectures of engines without a model.
     `hidden`: features of the CPU that vLLM and torch are not to use. `more`: further functions
     to call in the zygote, which import what engines need. `preload`: the function that imports everything.
-    `variables`: of the environment of every engine; they win over the user's. `temporary`: the folder of
-    temporary files, if it is not the zygote's own.
+    `variables`: of the environment of every engine; they win over the user's. `whole`: the whole
+    environment, in place of one that is made.
     """
     remove_stale_run_dirs()
-    more = list(more)
     run_dir = Path(tempfile.mkdtemp(prefix=PREFIX, dir=short_temporary_folder()))
     arguments = {
         "architectures": sorted(architectures),
         "geometries": sorted(geometries),
         "hidden": sorted(hidden),
     }
-    launched = {"hidden": arguments["hidden"], "more": more, "variables": dict(variables)}
-    (run_dir / LAUNCHED).write_text(json.dumps(launched))
     modules, functions = [*ENGINE_MODULES], [*more]
     if arguments["geometries"]:
         modules, functions = [*modules, *GEOMETRY_MODULES], [*functions, POISON]
@@ -158,22 +156,32 @@ def launch_zygote(
         json.dumps(arguments | {"modules": modules, "functions": functions}),
     ]
     with (run_dir / "zygote.log").open("wb") as log:
-        of_engines = environment(temporary or run_dir, variables)
-        process = _begin(command, of_engines | limits_of_kernels(arguments["hidden"]), log)
+        of_engines = environment(run_dir, variables) | limits_of_kernels(arguments["hidden"])
+        process = _begin(command, of_engines if whole is None else whole, log)
     (run_dir / "pid").write_text(str(process.pid))
     return Zygote(process, run_dir)
 
 
-def launch_another(address: str, geometries: Iterable[str]) -> Zygote:
+def launch_another(
+    address: str,
+    geometries: Iterable[str],
+    hidden: Iterable[str] = (),
+    more: Iterable[str] = (),
+) -> Zygote:
     """Start a zygote with the environment of one that runs, for engines without a model.
 
-    It is another Python: what is forked from it shares no salt of `hash` with forks of the first one.
-    `geometries`: architectures. Temporary files are in the same folder, where P and D may meet.
+    Temporary files of both are in the folder of the first one, where P and D may meet. `address`: of the
+    first one. Otherwise see `launch_zygote`. Raises HarnessError if the first one is gone.
     """
-    first: dict[str, Any] = json.loads((Path(address).parent / LAUNCHED).read_text())
-    more = [function for function in first["more"] if function == STAND_IN]
-    variables, folder = first["variables"], Path(address).parent
-    return launch_zygote((), geometries, first["hidden"], more, variables=variables, temporary=folder)
+    try:
+        with connect(address, 1.0) as connection:
+            connection.send(("environment",))
+            if not connection.poll(ANSWER_S):
+                raise EOFError
+            first: dict[str, str] = connection.recv()[1]
+    except (OSError, EOFError):
+        raise HarnessError(GONE) from None
+    return launch_zygote((), geometries, hidden, more, whole=first)
 
 
 def _begin(command: list[str], variables: Mapping[str, str], log: IO[bytes]) -> subprocess.Popen[bytes]:

@@ -34,8 +34,8 @@ def bytes_and_outputs(says: str) -> dict[str, str]:
 
 
 SHORT = 0.2
-# A D that never reads has P's address only after its last step, and tells P that it is done in the next one,
-# which may not come.
+# A D that does not read in time has P's address, or its blocks, only after its last step. It tells P that it
+# is done in the next step, which may not come.
 FIRST_WORD = {"all_blocks_are_freed"}
 MOVED = r"token is (off by|mixed up)"  # rows of equal words make the distance ambiguous
 
@@ -170,7 +170,7 @@ WRONG = [
         variants="n288",
     ),
     # When and what it reports.
-    mistake("ReportsEarly", {**bytes_and_outputs("never written"), "all_blocks_are_freed": ""}, scale=SHORT),
+    mistake("ReportsEarly", bytes_and_outputs("never written"), scale=SHORT, unsure=FIRST_WORD),
     mistake(
         "NeverFinishes",
         {"completes": "the connector never reported the load as finished"},

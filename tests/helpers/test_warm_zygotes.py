@@ -43,18 +43,18 @@ def test_a_fork_knows_what_a_zygote_knows_that_imports(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(
-    ("connector", "address", "warm"),
-    [("", "", True), ("NixlConnector", "", False), ("NixlConnector", "/x", True)],
+    ("suite", "address", "warm"), [(False, "", True), (True, "", False), (True, "/x", True)]
 )
-def test_only_runs_of_tests_are_given_forks(
-    monkeypatch: pytest.MonkeyPatch, connector: str, address: str, warm: bool
+def test_only_runs_of_tests_are_lent_forks(
+    monkeypatch: pytest.MonkeyPatch, suite: bool, address: str, warm: bool
 ) -> None:
     monkeypatch.setattr(launch, "_begin", warm_zygotes._begin_cold)
     monkeypatch.setattr(warm_zygotes, "_at_start", {})
     monkeypatch.delenv(warm_zygotes.ADDRESS, raising=False)
     if address:
         monkeypatch.setenv(warm_zygotes.ADDRESS, address)
-    config: Any = SimpleNamespace(getoption=lambda name, default: connector)
+    plugins = {"kvconform-runner"} if suite else set()
+    config: Any = SimpleNamespace(pluginmanager=SimpleNamespace(has_plugin=plugins.__contains__))
     warm_zygotes.pytest_configure(config)
     assert (launch._begin is warm_zygotes.begin) == warm
 

@@ -140,9 +140,10 @@ def _connect(server: socket.socket) -> None:
             time.sleep(0.02)
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Lend forks to runs of tests. `pytest --kv-connector` in this folder has a zygote as users have it."""
-    if ADDRESS in os.environ or not config.getoption("--kv-connector", default=""):
+    """Lend forks to runs of tests. A run of the suite in this folder has a zygote as users have it."""
+    if ADDRESS in os.environ or not config.pluginmanager.has_plugin("kvconform-runner"):
         launch._begin = begin
         _at_start.update(os.environ)
 

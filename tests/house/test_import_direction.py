@@ -42,10 +42,10 @@ ROOMS = {
     "scheduler": "processes context scenario hook_calls missing vllm_setup engine bytes",
     "serving": "processes context missing vllm_setup engine canary",
     "services": "processes launch",
-    "other_python": "processes launch",
+    "second_zygote": "processes launch",
     "nodes": "processes launch",
     "bench": "processes context scenario launch probe_subject vllm_setup engine bytes peers scheduler "
-    "serving nodes other_python",
+    "serving nodes second_zygote",
 }
 
 # part of the house -> what it must not import, with all that lies below the name
@@ -69,7 +69,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {f"{PLUGIN}.kvspace": ("numpy",)}
 # part of the house -> all that may import it
 IMPORTERS = {
     f"{RIGS}.launch": (
-        *(f"{RIGS}.{name}" for name in ("bench", "probe_subject", "services", "nodes", "other_python")),
+        *(f"{RIGS}.{name}" for name in ("bench", "probe_subject", "services", "nodes", "second_zygote")),
         f"{PLUGIN}.pytest_hooks",
     )
 }

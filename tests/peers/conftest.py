@@ -17,6 +17,7 @@ LEASE_S = 4  # a second more than the suite's own: tests run beside one another
 LONGER = (LEASE_S, 2 * LEASE_S, 2 * LEASE_S)
 # What a case says that is BLOCKED because this machine was too slow to tell.
 SLOW = ("--kv-timeout-scale", "machine was too slow", "on this machine even if P is not stopped")
+NO_MISTAKE = ("PASS", "EMPTY", "NOT-APPLICABLE", "BLOCKED")
 Reported = dict[str, tuple[str, str]]  # "case[variant]" -> outcome, and the reason or what happened and why
 
 
@@ -35,17 +36,16 @@ def runs_of_peer_cases(case_runner: CaseRunner) -> Callable[..., Reported]:
 
         `judged`: cases that must not be BLOCKED because this machine was too slow; see LONGER. None: all.
         `shows`: what these cases report if the mistake shows. On a busy machine it may need a longer lease.
-        What another run found replaces only what the machine was too slow for.
+        What another run found counts where the machine was too slow before, and where it found a mistake.
         """
         found, unsettled = Reported(), set[str]()
         for longer in LONGER if judged is None or judged else (lease_s,):
             new = run_once(connector, topology, scale, longer, modules, config)
-            found = new | {name: what for name, what in found.items() if name not in unsettled}
-            cases = found if judged is None else judged
-            unsettled = {
-                name for name in cases if name in too_slow(found) or shows not in ("", found[name][0])
-            }
-            if not unsettled:
+            kept = {name for name in found if name not in unsettled and new[name][0] in NO_MISTAKE}
+            found = new | {name: found[name] for name in kept}
+            cases = found.keys() if judged is None else judged
+            unsettled = too_slow(found) | {one for one in cases if shows not in ("", found[one][0])}
+            if unsettled.isdisjoint(cases):
                 break
         return found
 

@@ -48,6 +48,7 @@ def run_cell(
     topology: str = "P1D1",
     setup: str = "b16",
     scale: float = 1.0,
+    matrix: str = "quick",
 ) -> CellRun:
     """The cases about transfers of a cell, on a store of same_engine.py."""
     return runner.run(
@@ -59,6 +60,7 @@ def run_cell(
         config="",
         variants=variants,
         scale=scale,
+        matrix=matrix,
         only=lambda planned: planned.module in MODULES,
     )
 
@@ -83,10 +85,17 @@ def test_a_right_store_moves_every_byte_in_one_engine(byte_runner: CaseRunner) -
     assert sum(evidence.bytes_moved for evidence in run.evidence.values()) > 10_000_000
 
 
-def test_where_p_and_d_differ_nothing_applies(byte_runner: CaseRunner) -> None:
-    run = run_cell(byte_runner, "Right", "n55", topology="P1D2")
+@pytest.mark.parametrize(
+    ("cell", "what"),
+    [({"topology": "P1D2"}, "differ"), ({"setup": "apart", "matrix": "full"}, "come from two zygotes")],
+)
+def test_where_one_engine_cannot_be_p_and_d_nothing_applies(
+    byte_runner: CaseRunner, cell: dict[str, str], what: str
+) -> None:
+    run = run_cell(byte_runner, "Right", "n55", **cell)
     assert set(run.outcomes.values()) == {"NOT-APPLICABLE"}
-    assert set(run.reasons.values()) == {"Right loads in the engine alone that has saved, and P and D differ"}
+    why = f"Right loads in the engine alone that has saved, and P and D {what}"
+    assert set(run.reasons.values()) == {why}
 
 
 def test_its_keys_are_those_of_vllm(scheduler_runner: CaseRunner) -> None:

@@ -11,7 +11,7 @@ from pytest_kvconform.result import Blocked, Cell, NotApplicable
 from pytest_kvconform.rigs.bytes.handle import ByteEngineHandle
 from pytest_kvconform.rigs.bytes.handover import TransferObservation, observe_transfer
 from pytest_kvconform.rigs.bytes.messages import ByteEngineSpec
-from pytest_kvconform.rigs.bytes.specs import alike, byte_engine_spec, interpreters, needed_blocks
+from pytest_kvconform.rigs.bytes.specs import alike, byte_engine_spec, needed_blocks, zygotes
 from pytest_kvconform.rigs.context import Deadlines, RunContext
 from pytest_kvconform.rigs.engine.control import Control
 from pytest_kvconform.rigs.engine.handle import EngineFailed, hook_calls
@@ -37,12 +37,12 @@ def call_deadline(context: RunContext) -> float:
 class ByteBench:
     """Runs each transfer of a cell once, however many cases judge its observation."""
 
-    def __init__(self, context: RunContext, other_python: Callable[[str], Place] | None = None):
-        """`other_python`: geometry -> where a D starts that shares no Python with P."""
-        self.context, self._other_python = context, other_python
+    def __init__(self, context: RunContext, second_zygote: Callable[[str], Place] | None = None):
+        """`second_zygote`: geometry -> where a D starts that is no fork of P's zygote."""
+        self.context, self._second_zygote = context, second_zygote
         alone = context.subject.is_same_engine
         self.pairs = EnginePairs(context, ByteEngineHandle, SLOW_CALLS, alone=alone, place=self._place)
-        self.control = Control(context, ByteEngineHandle, SLOW_CALLS, alone=alone)
+        self.control = Control(context, ByteEngineHandle, SLOW_CALLS, alone=alone, place=self._place)
         self._observations: dict[tuple[Cell, str, int], TransferObservation] = {}
         # Cells whose engines cannot start for a reason that is not the connector's fault: what to raise, and
         # the reason. The key None means all cells.
@@ -146,15 +146,20 @@ class ByteBench:
             raise
 
     def _place(self, cell: Cell, role: str) -> Place:
-        """Where an engine of a cell starts. Engines on nodes share no Python anyway."""
-        apart = role == "D" and interpreters(cell) == 2 and not self.context.places
-        return self._other_python(cell.family) if apart and self._other_python else self.context.place(role)
+        """Where an engine of a cell starts. Nodes have a zygote each, whatever the cell."""
+        if self._second_zygote and role == "D" and zygotes(cell) == 2 and not self.context.places:
+            return self._second_zygote(cell.family)
+        return self.context.place(role)
 
     def _require_alike(self, cell: Cell) -> None:
-        """Raise NotApplicable where P and D differ, and the connector loads in the same engine alone."""
-        if self.context.subject.is_same_engine and not (alike(cell) and interpreters(cell) == 1):
-            name = self.context.subject.connector
-            raise NotApplicable(f"{name} loads in the engine alone that has saved, and P and D differ")
+        """Raise NotApplicable where one engine cannot be P and D, and the connector loads in the same engine
+        alone.
+        """
+        if not self.context.subject.is_same_engine or (alike(cell) and zygotes(cell) == 1):
+            return
+        what = "come from two zygotes" if alike(cell) else "differ"
+        name = self.context.subject.connector
+        raise NotApplicable(f"{name} loads in the engine alone that has saved, and P and D {what}")
 
     def _raise_excuse(self, cell: Cell) -> None:
         kind, sentence = self._excused.get(None) or self._excused.get(cell) or (None, "")

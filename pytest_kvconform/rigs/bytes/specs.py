@@ -79,9 +79,9 @@ def side_of(cell: Cell, role: str) -> Side:
     return setup.prefill if role == "P" else setup.decode
 
 
-def interpreters(cell: Cell) -> int:
-    """How many Pythons P and D are forked from."""
-    return load_byte_matrices().setups[cell.setup].interpreters
+def zygotes(cell: Cell) -> int:
+    """From how many zygotes P and D are forked."""
+    return load_byte_matrices().setups[cell.setup].zygotes
 
 
 def alike(cell: Cell) -> bool:

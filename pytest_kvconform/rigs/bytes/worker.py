@@ -20,6 +20,7 @@ from vllm.distributed.kv_transfer.kv_transfer_state import (
     ensure_kv_transfer_shutdown,
 )
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+from vllm.utils.torch_utils import set_random_seed
 from vllm.v1.attention.backends.utils import record_kv_cache_layout
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import MambaSpec
@@ -62,6 +63,7 @@ class ByteWorker(WorkerBase):
         init_worker_distributed_environment(
             self.vllm_config, self.rank, self.distributed_init_method, self.local_rank, "gloo"
         )
+        set_random_seed(self.model_config.seed)  # as vLLM's workers do, so that P and D draw the same numbers
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         with set_current_vllm_config(self.vllm_config):

@@ -19,7 +19,7 @@ from pytest_kvconform.result import Blocked, Cell, NotApplicable
 from pytest_kvconform.rigs.context import Deadlines, RunContext, SubjectFacts
 from pytest_kvconform.rigs.engine.handle import EngineFailed
 from pytest_kvconform.rigs.engine.messages import CONV_LAYOUT, NO_CONNECTOR, EngineFacts
-from pytest_kvconform.rigs.engine.pairs import EnginePairs, Handle
+from pytest_kvconform.rigs.engine.pairs import EnginePairs, Handle, PlaceOf
 from pytest_kvconform.rigs.processes.stacks import OF_VLLM, Frame, is_hook, is_of_class
 from pytest_kvconform.rigs.vllm_setup.hooks import IN_STACKS
 
@@ -60,10 +60,18 @@ def patient(context: RunContext) -> RunContext:
 class Control(Generic[Handle]):
     """Does again what failed, on fresh engines without the connector."""
 
-    def __init__(self, context: RunContext, handle: type[Handle], calls: int = 1, *, alone: bool = False):
-        """`calls`: how many times as long as usual one call of an engine may take. `alone`: P is D, too."""
+    def __init__(
+        self,
+        context: RunContext,
+        handle: type[Handle],
+        calls: int = 1,
+        *,
+        alone: bool = False,
+        place: PlaceOf | None = None,
+    ):
+        """`calls`, `alone` and `place`: see `EnginePairs`."""
         self.context = patient(context)
-        self.pairs = EnginePairs(self.context, handle, calls, WITHOUT, alone=alone)
+        self.pairs = EnginePairs(self.context, handle, calls, WITHOUT, alone=alone, place=place)
         self.excused: Counter[Cell] = Counter()  # failures that were not the connector's
         self.deaths: Counter[Cell] = Counter()  # those that were, but for hangs
         self.hangs: Counter[Cell] = Counter()

@@ -26,6 +26,7 @@ from pytest_kvconform.rigs.processes.stacks import is_of_class
 Handle = TypeVar("Handle", bound=EngineHandle)
 TAKEN = "Address already in use"  # of the system, for EADDRINUSE
 Key = tuple[Cell, str]  # cell, word: a cell can have several pairs
+PlaceOf = Callable[[Cell, str], Place]  # cell, role -> where the engine starts
 
 
 class EnginePairs(Generic[Handle]):
@@ -39,12 +40,12 @@ class EnginePairs(Generic[Handle]):
         remark: str = "",
         *,
         alone: bool = False,
-        place: Callable[[Cell, str], Place] | None = None,
+        place: PlaceOf | None = None,
     ):
         """`calls`: how many times as long as usual one call of an engine may take.
 
         `remark`: what the progress line adds about these engines. `alone`: P is D, too. `place`: where an
-        engine of a role starts, if the cell has a say.
+        engine of a cell starts; None: where the context says.
         """
         self.context, self.handle, self.calls, self.remark = context, handle, calls, remark
         self.roles = "P" if alone else "PD"

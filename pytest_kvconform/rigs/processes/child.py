@@ -153,13 +153,16 @@ class ChildProcess:
 def leave(processes: Collection[ChildProcess], seconds: float, folder: str = "") -> None:
     """Give processes that have been told to shut down this time to end, without waiting for them.
 
-    Their zygotes kill those that have not ended by then, and remove what they leave. `folder`: removed then.
+    Their zygotes kill those that have not ended by then, and remove what they leave. `folder`: removed then,
+    by the last zygote.
     """
-    for place in dict.fromkeys(process.place for process in processes):
+    places = list(dict.fromkeys(process.place for process in processes))
+    for place in places:
         here = [process for process in processes if process.place == place]
+        removed = folder if place == places[-1] else ""
         try:
             with place.connect() as connection:
-                connection.send(("leave", tuple(process.pid for process in here), seconds, folder))
+                connection.send(("leave", tuple(process.pid for process in here), seconds, removed))
                 connection.poll(END_S)
         except OSError:
             pass  # the zygote is gone, and its children ended with it

@@ -14,6 +14,7 @@ pickled tuple:
     ("end", pid, gone)           -> kills the child's whole session, reaps it; ("ended", how it ended)
     ("leave", pids, s, folder)   -> ("leaving",); kills these children after s seconds, if they have not ended
                                     by then, and removes the folder
+    ("environment",)             -> ("environment", the variables of the zygote)
     ("close",)                   -> ends every child; ("closed", [sentences about processes that did not end])
 
 The zygote owns RUN_DIR: logs, sockets, temporary files of every child. It ends, kills what it forked and
@@ -113,6 +114,8 @@ class ForkServer:
                 elif what == "leave":
                     self._let_leave(*args)
                     connection.send(("leaving",))
+                elif what == "environment":
+                    connection.send(("environment", dict(os.environ)))
                 elif what == "close":
                     connection.send(("closed", self.close()))
                     return False

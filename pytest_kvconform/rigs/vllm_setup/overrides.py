@@ -46,8 +46,8 @@ def begin_threads_of_torch_safely() -> None:
 def draw_own_random_numbers() -> None:
     """Let each process that is forked from now on seed NumPy's random numbers anew.
 
-    Python's `random` does so by itself. P and D would draw the same numbers, and a connector may name its
-    engines or its requests by them.
+    Python's `random` does so by itself. vLLM's workers seed both again (`set_random_seed`). Where a scheduler
+    half has a process of its own, P and D draw different numbers, and a connector may use them for names.
     """
     os.register_at_fork(after_in_child=np.random.seed)
 

@@ -16,7 +16,7 @@ from pytest_kvconform.result import Blocked, Finding, HarnessError, NotApplicabl
 from pytest_kvconform.rigs.bench import Bench
 from pytest_kvconform.rigs.bytes.handover import Received, TransferObservation
 from pytest_kvconform.rigs.bytes.messages import Check
-from pytest_kvconform.rigs.bytes.specs import alike, block_size, interpreters, side_of
+from pytest_kvconform.rigs.bytes.specs import alike, block_size, side_of, zygotes
 from pytest_kvconform.rigs.context import declared_addition, declared_amount
 from pytest_kvconform.rigs.scenario import Transfer, lengthened
 from pytest_kvconform.suite._load_amount import loads as loads_kv
@@ -32,6 +32,10 @@ from pytest_kvconform.suite.bytes._transfers import (
 )
 
 AT_ONCE = 2  # prompts of a transfer at most
+TWO_ZYGOTES = (
+    "P and D come from two Python interpreters here, in which hash() of a text differs unless "
+    "PYTHONHASHSEED is set"
+)
 
 
 def observe(bench: Bench, transfer: Transfer) -> TransferObservation:
@@ -63,7 +67,7 @@ def loads_of(bench: Bench, observed: TransferObservation, requests: Sequence[Rec
         requests,
         (observed.prefiller, observed.decoder),
         lambda: loads_kv(_longest(bench, 0)),
-        "P and D share no Python here: hash() of a text differs" if interpreters(bench.cell) == 2 else "",
+        TWO_ZYGOTES if zygotes(bench.cell) == 2 else "",
     )
 
 
