@@ -14,7 +14,7 @@ LEASE = '{"kv_connector_extra_config": {"num_threads": 0, "kv_lease_duration": %
 LEASE_S = 4  # a second more than the suite's own: tests run beside one another
 # Leases of a connector whose mistake must show, one after the other, while the machine is too slow to tell.
 # The suite makes a lease longer itself where the user has not given it one, as these tests do.
-LONGER = (LEASE_S, 2 * LEASE_S, 2 * LEASE_S)
+LONGER = (LEASE_S, *[2 * LEASE_S] * 4)
 # What a case says that is BLOCKED because this machine was too slow to tell.
 SLOW = ("--kv-timeout-scale", "machine was too slow", "on this machine even if P is not stopped")
 NO_MISTAKE = ("PASS", "EMPTY", "NOT-APPLICABLE", "BLOCKED")
