@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
 import subprocess
 import tomllib
 from collections.abc import Sequence
@@ -89,29 +90,44 @@ def test_pytest(command: list[str], pytester: pytest.Pytester, monkeypatch: pyte
     assert [line for line in done.outlines if line.startswith("kv::")]
 
 
-@pytest.fixture
-def reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module")
+def made_reports(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with every report that a page names."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)
-    for folder in ("before", "after", "kv-report", "whole"):
-        document.write(report(Outcome.PASS), tmp_path / folder)
+    folder = tmp_path_factory.mktemp("reports")
+    for name in ("before", "after", "kv-report", "whole"):
+        document.write(report(Outcome.PASS), folder / name)
     for number in (1, 2, 3, 4):
-        document.write(shard(f"{number}/4"), tmp_path / f"shard-{number}")
+        document.write(shard(f"{number}/4"), folder / f"shard-{number}")
+    return folder
 
 
-@pytest.fixture
-def claim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reports of a claim. pytest would run for hours: a run of it writes nothing here."""
-    done = subprocess.CompletedProcess[str]([], 0)
-    monkeypatch.setattr(run, "subprocess", SimpleNamespace(run=lambda command, **_: print(*command) or done))
+@pytest.fixture(scope="module")
+def made_claim(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The reports of a claim."""
+    folder = tmp_path_factory.mktemp("claim")
     for seed in (1, 2, 3):
         one = settings_of_all(claim=True, seed=seed)
         made = report_of(one, make_plan(one, ()).selected, Outcome.PASS)
         document.write(
-            msgspec.structs.replace(made, facts={"vllm": "0.32.0", "device": "cpu"}),
-            tmp_path / "kv-claim" / f"seed-{seed}",
+            msgspec.structs.replace(made, facts={"vllm": "0.32.0", "device": "cpu"}), folder / f"seed-{seed}"
         )
+    return folder
+
+
+@pytest.fixture
+def reports(made_reports: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Go to a folder with every report that a page names."""
+    shutil.copytree(made_reports, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)
+
+
+@pytest.fixture
+def claim(made_claim: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reports of a claim. pytest would run for hours: a run of it writes nothing here."""
+    done = subprocess.CompletedProcess[str]([], 0)
+    monkeypatch.setattr(run, "subprocess", SimpleNamespace(run=lambda command, **_: print(*command) or done))
+    shutil.copytree(made_claim, tmp_path / "kv-claim")
 
 
 NAME = "kv::engine/bytes::attention_kv_arrives[llama-P1D1-n63]"

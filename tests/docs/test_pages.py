@@ -23,6 +23,7 @@ from pytest_kvconform.rigs import launch as background
 from pytest_kvconform.rigs.engine import bench as engine_bench
 from pytest_kvconform.subject import Subject
 from pytest_kvconform.verdict import EXIT_CODES, Verdict
+from tests.helpers import warm_zygotes
 from tests.helpers.fixtures import must_be_installed
 
 from .pages import DOCS, PAGES, ROOT, anchors, blocks, prose, regenerate, terms, words
@@ -109,8 +110,11 @@ def test_a_table_is_up_to_date(name: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("name", regenerate().RUNS)
-def test_the_output_that_people_read_is_what_a_run_prints(name: str) -> None:
+def test_the_output_that_people_read_is_what_a_run_prints(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     must_be_installed()
+    warm_zygotes.start()  # a run that imports vLLM by itself takes 20 s more
+    monkeypatch.setenv("PYTEST_PLUGINS", "warm_zygotes")
+    monkeypatch.setenv("PYTHONPATH", str(warm_zygotes.HERE), prepend=os.pathsep)
     script = regenerate()
     page = script.PAGES[name]
     found = script.block(PAGES[f"docs/{page}"], name)[2]
