@@ -8,34 +8,41 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 LISTED = Path(__file__).parents[1] / "nightly.toml"
+COLLECTED = pytest.StashKey[list[str]]()  # ids of all tests, also of those that are left out
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--nightly", action="store_true", help="run the tests of tests/nightly.toml, too")
 
 
-@pytest.hookimpl(tryfirst=True)  # workers of pytest-xdist get the options as they are after this
 def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput"):
+        config.option.nightly = config.workerinput["nightly"]
+        return
     selects = config.option.keyword or config.option.markexpr
-    if not hasattr(config, "workerinput") and (
-        selects or config.args_source is not pytest.Config.ArgsSource.TESTPATHS
-    ):
+    if selects or config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
         config.option.nightly = True
 
 
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_configure_node(node: Any) -> None:
+    node.workerinput["nightly"] = node.config.option.nightly
+
+
+@pytest.hookimpl(tryfirst=True)  # before -k and -m
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    config.stash[COLLECTED] = [item.nodeid for item in items]
     if config.option.nightly:
         return
     left = listed()
-    later = {item.nodeid for item in items if starts_with_one(item.nodeid, left)}
-    if unknown := [one for one in left if not any(starts_with_one(nodeid, [one]) for nodeid in later)]:
-        raise pytest.UsageError(f"{LISTED.name} names what is no test: {', '.join(unknown)}")
-    config.hook.pytest_deselected(items=[item for item in items if item.nodeid in later])
-    items[:] = [item for item in items if item.nodeid not in later]
+    later = [item for item in items if is_of(item.nodeid, left)]
+    config.hook.pytest_deselected(items=later)
+    items[:] = [item for item in items if not is_of(item.nodeid, left)]
 
 
 def listed() -> list[str]:
@@ -43,6 +50,6 @@ def listed() -> list[str]:
     return [one for group in tomllib.loads(LISTED.read_text())["left"] for one in group["tests"]]
 
 
-def starts_with_one(nodeid: str, ids: Iterable[str]) -> bool:
+def is_of(test: str, ids: Iterable[str]) -> bool:
     """Whether the test is one of these, or in one of these."""
-    return any(nodeid == one or nodeid.startswith((f"{one}[", f"{one}::", f"{one}/")) for one in ids)
+    return any(test == one or test.startswith((f"{one}[", f"{one}::", f"{one}/")) for one in ids)
