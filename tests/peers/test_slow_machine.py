@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from pytest_kvconform.result import Blocked, Cell, Violation
@@ -14,6 +16,7 @@ from pytest_kvconform.rigs.engine.messages import Trace
 from pytest_kvconform.rigs.peers import bench as peer_bench
 from pytest_kvconform.rigs.peers import stepping
 from pytest_kvconform.rigs.peers.bench import PeerBench, is_late
+from pytest_kvconform.rigs.peers.messages import RankObservation
 from pytest_kvconform.rigs.peers.scenario_engines import DecodeResult, ScenarioEngines, ScenarioObservation
 from pytest_kvconform.rigs.peers.stepping import SteppedEngine
 from pytest_kvconform.rigs.processes import cores
@@ -71,6 +74,26 @@ def test_a_run_that_was_too_slow_is_late() -> None:
     assert is_late(ScenarioObservation(waits, too_slow="engines were not stepped"), LEASE_S)
     freed = {why: ScenarioObservation(waits, numbers={"waiting": why}) for why in (LEASE_S, 0.1, -2.9)}
     assert [why for why, found in freed.items() if is_late(found, LEASE_S)] == [LEASE_S]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "others", "outcome"),
+    [(0.45, 0.0, "passes"), (1.0, 0.3, "fails"), (0.6, 0.3, "is blocked"), (1.0, 0.6, "is blocked")],
+)
+def test_a_hook_that_may_have_waited_for_a_thread_without_a_core_is_not_judged(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, others: float, outcome: str
+) -> None:
+    calls = np.array([[0.5, seconds, others], [2.5, 0.01, 0.0]])
+    rank = RankObservation(0, (), 2, 0, 0, calls)
+    words = {"meeting_from": 0.0, "meeting_to": 1.0, "calm_from": 2.0, "calm_to": 3.0}
+    observed = replace(scenario("length", 1.0), numbers=words)
+    monkeypatch.setattr(unreachable, "completed", lambda *_: observed)
+    monkeypatch.setattr(unreachable, "engine", lambda *_: SimpleNamespace(ranks=(rank,)))
+    monkeypatch.setattr(unreachable, "check_right", lambda *_: None)
+    peers = SimpleNamespace(scaled_seconds=lambda seconds: seconds, lease_s=LEASE_S)
+    expected = {"passes": contextlib.nullcontext(), "fails": pytest.raises(Violation)}
+    with expected.get(outcome, pytest.raises(Blocked, match="too slow to tell whether it waits for P")):
+        unreachable.start_load_kv_does_not_wait_for_p(SimpleNamespace(peers=peers), "meeting")
 
 
 def beside_a_silent_peer(

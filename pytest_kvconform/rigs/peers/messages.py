@@ -39,8 +39,9 @@ class RankObservation:
     steps: int
     idle_steps: int  # of these, without a token to compute
     load_error_polls: int  # calls of get_block_ids_with_load_errors
-    # float64 [call, (start, seconds)]; start: of the monotonic clock; seconds: without those in which the
-    # thread waited for a core
+    # float64 [call, (start, seconds, others)]; start: of the monotonic clock; seconds: without those in which
+    # the thread waited for a core; others: by how much longer another thread of the process waited for one,
+    # perhaps while it held a lock that the call needed
     start_load_kv_calls: np.ndarray
     finished_count: int = 0  # how many ranks report each request: get_finished_count, or all ranks
 
@@ -48,11 +49,14 @@ class RankObservation:
         """The reports that name a request in `field`: "sending", "recving" or "failed"."""
         return [report for report in self.reports if request in getattr(report, field)]
 
-    def longest_start_load_kv(self, first: float, end: float) -> float:
-        """Seconds of the longest call of start_load_kv that began in [first, end); 0 if there was none."""
+    def longest_start_load_kv(self, first: float, end: float) -> tuple[float, float]:
+        """Seconds of the longest call of start_load_kv that began in [first, end), and of the waits of others
+        in it; 0 if there was none.
+        """
         calls = self.start_load_kv_calls
-        within = calls[(calls[:, 0] >= first) & (calls[:, 0] < end)]
-        return float(within[:, 1].max()) if len(within) else 0.0
+        within = calls[(calls[:, 0] >= first) & (calls[:, 0] < end), 1:]
+        seconds, others = max(within.tolist(), default=(0.0, 0.0))
+        return seconds, others
 
 
 class LoadReport(msgspec.Struct, frozen=True):

@@ -6,13 +6,14 @@ the recorder keeps what each rank reported before that.
 
 from __future__ import annotations
 
+import os
 import time
 from typing import Any
 
 import numpy as np
 
 from pytest_kvconform.rigs.peers.messages import RankObservation, RankReport
-from pytest_kvconform.rigs.processes.cores import own_core_wait
+from pytest_kvconform.rigs.processes.cores import core_waits, lost, own_core_wait
 
 Names = tuple[str, ...]
 
@@ -24,7 +25,7 @@ class WorkerRecorder:
         self.rank, self.steps, self.idle_steps, self.load_error_polls = rank, 0, 0, 0
         self.computing = False
         self.reports: list[RankReport] = []
-        self.start_load_kv_calls: list[tuple[float, float]] = []
+        self.start_load_kv_calls: list[tuple[float, float, float]] = []
         self.results: tuple[Names, Names, Names] = ((), (), ())  # of get_transfer_results, in this step
         for name in (
             "bind_connector_metadata",
@@ -51,12 +52,14 @@ class WorkerRecorder:
 
     def _start_load_kv(self, hook: Any) -> Any:
         def start_load_kv(*args: Any, **kwargs: Any) -> None:
-            started, waited = time.monotonic(), own_core_wait()
+            before, started, waited = core_waits([os.getpid()]), time.monotonic(), own_core_wait()
             try:
                 hook(*args, **kwargs)
             finally:
-                took = time.monotonic() - started - (own_core_wait() - waited)
-                self.start_load_kv_calls.append((started, took))
+                own = own_core_wait() - waited
+                took = time.monotonic() - started - own
+                others = max(lost(before, core_waits([os.getpid()])) - own, 0.0)
+                self.start_load_kv_calls.append((started, took, others))
 
         return start_load_kv
 
@@ -85,7 +88,7 @@ class WorkerRecorder:
         return get_block_ids_with_load_errors
 
     def observation(self) -> RankObservation:
-        calls = np.array(self.start_load_kv_calls, dtype=np.float64).reshape(-1, 2)
+        calls = np.array(self.start_load_kv_calls, dtype=np.float64).reshape(-1, 3)
         return RankObservation(
             self.rank, tuple(self.reports), self.steps, self.idle_steps, self.load_error_polls, calls
         )

@@ -55,12 +55,12 @@ class Deadline:
         if now // SAMPLE_S == self._at // SAMPLE_S and self._counted + passed < self.seconds:
             return self.seconds - self._counted - passed
         waits = _shared_waits(self._pids)
-        self._counted += passed - min(_lost(self._waits, waits), passed * (1 - 1 / MOST))
+        self._counted += passed - min(lost(self._waits, waits), passed * (1 - 1 / MOST))
         self._waits, self._at = waits, now
         return self.seconds - self._counted
 
 
-def _lost(before: dict[int, dict[str, float]], now: dict[int, dict[str, float]]) -> float:
+def lost(before: dict[int, dict[str, float]], now: dict[int, dict[str, float]]) -> float:
     """Seconds that were lost by waiting for a core between two looks."""
     longest = [
         max((wait - before[pid][task] for task, wait in waits.items() if task in before[pid]), default=0.0)
