@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from pytest_kvconform.plan import load_module
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,12 @@ class Wrong:
             "scale": self.scale,
             **{name: value for name, value in chosen.items() if value},
         }
+
+
+def modules_about(cases: Iterable[str], modules: Iterable[str]) -> tuple[str, ...]:
+    """Of these modules ("<tier>/<module>") those with one of these cases: "case", or "case[variant]"."""
+    names = {case.partition("[")[0] for case in cases}
+    return tuple(one for one in modules if names & {case.name for case in load_module(one)[1]})
 
 
 def on(cases: str, says: str) -> dict[str, str]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 
-from pytest_kvconform.plan import load_module
 from pytest_kvconform.result import CaseResult, Outcome
 from tests.helpers.case_runner import CaseRunner
 from tests.helpers.fixtures import fixtures
@@ -66,12 +65,6 @@ def runs_of_peer_cases(case_runner: CaseRunner) -> Callable[..., Reported]:
         return dict(zip(run.outcomes, map(reported, run.results), strict=True))
 
     return run_cases
-
-
-def modules_about(cases: Iterable[str]) -> tuple[str, ...]:
-    """The modules of these cases: "case", or "case[variant]"."""
-    names = {case.partition("[")[0] for case in cases}
-    return tuple(one for one in MODULES if names & {case.name for case in load_module(one)[1]})
 
 
 def too_slow(found: Reported) -> set[str]:
