@@ -28,7 +28,7 @@ help:
 	@echo "make clean                                remove .venv, caches and reports"
 	@echo "Variables:"
 	@echo "  CONNECTOR=NAME|MODULE:CLASS   default: $(CONNECTOR)"
-	@echo "  JOBS=                         cells (2), or files of tests (3), side by side; 0: in one process"
+	@echo "  JOBS=                         cells, or files of tests, side by side (2); 0: in one process"
 	@echo "  VLLM=                         a minor of vLLM, 0.31 to 0.33, or main; 0.33 and main without kernels"
 	@echo "  WITH=mooncake|lmcache         what a connector needs; an environment of its own has it"
 	@echo "  VENV=$(VENV)                    the virtual environment"
@@ -42,7 +42,7 @@ conform:
 
 test:
 	@$(SETUP) cpu accuracy test
-	@$(VENV)/bin/pytest -n $(or $(JOBS),3) --dist loadfile $(ARGS)
+	@$(VENV)/bin/pytest -n $(or $(JOBS),2) --dist loadfile $(ARGS)
 
 lint:
 	@$(SETUP) test

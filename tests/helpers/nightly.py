@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -39,17 +39,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.stash[COLLECTED] = [item.nodeid for item in items]
     if config.option.nightly:
         return
-    left = listed()
-    later = [item for item in items if is_of(item.nodeid, left)]
-    config.hook.pytest_deselected(items=later)
-    items[:] = [item for item in items if not is_of(item.nodeid, left)]
+    ids = listed()
+    config.hook.pytest_deselected(items=[item for item in items if is_listed(item.nodeid, ids)])
+    items[:] = [item for item in items if not is_listed(item.nodeid, ids)]
 
 
-def listed() -> list[str]:
-    """Ids of tests, of tests with all their parameters, of files and of folders."""
-    return [one for group in tomllib.loads(LISTED.read_text())["left"] for one in group["tests"]]
+def listed() -> set[str]:
+    """Ids of tests, and of tests with all their parameters."""
+    return {
+        f"{entry['file']}::{entry['test']}{parameters}"
+        for entry in tomllib.loads(LISTED.read_text())["left"]
+        for parameters in [f"[{one}]" for one in entry.get("parameters", ())] or [""]
+    }
 
 
-def is_of(test: str, ids: Iterable[str]) -> bool:
-    """Whether the test is one of these, or in one of these."""
-    return any(test == one or test.startswith((f"{one}[", f"{one}::", f"{one}/")) for one in ids)
+def is_listed(test: str, ids: Collection[str]) -> bool:
+    """Whether the id of a test is one of these, with or without its parameters."""
+    return test in ids or test.partition("[")[0] in ids

@@ -19,7 +19,7 @@ def test_each_line_of_the_list_names_tests(pytestconfig: pytest.Config) -> None:
     for one in nightly.listed():
         file = one.partition("::")[0]
         assert (ROOT / file).exists()
-        assert file not in known or any(nightly.is_of(test, [one]) for test in collected), one
+        assert file not in known or any(nightly.is_listed(test, {one}) for test in collected), one
 
 
 def test_a_night_runs_all_tests() -> None:
@@ -55,7 +55,7 @@ def test_a_listed_test_runs_at_night_or_where_it_is_selected(
     )
     pytester.makeconftest(
         "from tests.helpers.nightly import *\nfrom tests.helpers import nightly\n"
-        "nightly.listed = lambda: ['test_f.py::test_b', 'test_f.py::test_c[x]']"
+        "nightly.listed = lambda: {'test_f.py::test_b', 'test_f.py::test_c[x]'}"
     )
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     done = pytester.runpytest_subprocess("-v", "-p", "xdist", *side_by_side, *arguments)
