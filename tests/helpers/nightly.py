@@ -1,6 +1,7 @@
 """The option --nightly, and the tests that `make test` leaves to the run of a night.
 
-`tests/nightly.toml` lists them. They run where somebody names a file of tests or selects with -k or -m, too.
+`tests/nightly.toml` lists them. They run where somebody names a file of tests or selects with -k, -m or --lf,
+too.
 """
 
 from __future__ import annotations
@@ -24,9 +25,15 @@ def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput"):
         config.option.nightly = config.workerinput["nightly"]
         return
-    selects = config.option.keyword or config.option.markexpr
+    selects = config.option.keyword or config.option.markexpr or config.getoption("lf", False)
     if selects or config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
         config.option.nightly = True
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    """pytest-xdist does not tell how many tests its workers left out."""
+    left_out = not config.option.nightly and not config.pluginmanager.has_plugin("kvconform-runner")
+    return f"without the tests of {LISTED.name}: --nightly runs them" if left_out else ""
 
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist

@@ -1,4 +1,4 @@
-"""Each mistake is found by the case about it, by no other case, and named in one sentence.
+"""Each mistake is found by the case about it, by no other case that runs, and named in one sentence.
 
 Right connectors pass.
 """

@@ -83,8 +83,8 @@ def test_a_run_that_was_too_slow_is_late() -> None:
 def test_a_hook_that_may_have_waited_for_a_thread_without_a_core_is_not_judged(
     monkeypatch: pytest.MonkeyPatch, seconds: float, others: float, outcome: str
 ) -> None:
-    calls = np.array([[0.5, seconds, others], [2.5, 0.01, 0.0]])
-    rank = RankObservation(0, (), 2, 0, 0, calls)
+    calls = np.array([[0.4, 0.3, 0.3], [0.5, seconds, others], [2.5, 0.01, 0.0]])
+    rank = RankObservation(0, (), 3, 0, 0, calls)
     words = {"meeting_from": 0.0, "meeting_to": 1.0, "calm_from": 2.0, "calm_to": 3.0}
     observed = replace(scenario("length", 1.0), numbers=words)
     monkeypatch.setattr(unreachable, "completed", lambda *_: observed)

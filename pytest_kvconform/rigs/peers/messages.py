@@ -40,8 +40,8 @@ class RankObservation:
     idle_steps: int  # of these, without a token to compute
     load_error_polls: int  # calls of get_block_ids_with_load_errors
     # float64 [call, (start, seconds, others)]; start: of the monotonic clock; seconds: without those in which
-    # the thread waited for a core; others: by how much longer another thread of the process waited for one,
-    # perhaps while it held a lock that the call needed
+    # the thread waited for a core; others: in which another thread of the process waited for one, perhaps
+    # while it held a lock that the call needed
     start_load_kv_calls: np.ndarray
     finished_count: int = 0  # how many ranks report each request: get_finished_count, or all ranks
 
@@ -50,13 +50,12 @@ class RankObservation:
         return [report for report in self.reports if request in getattr(report, field)]
 
     def longest_start_load_kv(self, first: float, end: float) -> tuple[float, float]:
-        """Seconds of the longest call of start_load_kv that began in [first, end), and of the waits of others
-        in it; 0 if there was none.
+        """Of the calls of start_load_kv that began in [first, end): the seconds of the longest, and the most
+        that is left of one without the waits of others. 0 if there was none.
         """
         calls = self.start_load_kv_calls
-        within = calls[(calls[:, 0] >= first) & (calls[:, 0] < end), 1:]
-        seconds, others = max(within.tolist(), default=(0.0, 0.0))
-        return seconds, others
+        _, seconds, others = calls[(calls[:, 0] >= first) & (calls[:, 0] < end)].T
+        return max(seconds.tolist(), default=0.0), max((seconds - others).tolist(), default=0.0)
 
 
 class LoadReport(msgspec.Struct, frozen=True):

@@ -7,6 +7,7 @@ the recorder keeps what each rank reported before that.
 from __future__ import annotations
 
 import os
+import threading
 import time
 from typing import Any
 
@@ -52,14 +53,12 @@ class WorkerRecorder:
 
     def _start_load_kv(self, hook: Any) -> Any:
         def start_load_kv(*args: Any, **kwargs: Any) -> None:
-            before, started, waited = core_waits([os.getpid()]), time.monotonic(), own_core_wait()
+            before, started, waited = _waits_of_others(), time.monotonic(), own_core_wait()
             try:
                 hook(*args, **kwargs)
             finally:
-                own = own_core_wait() - waited
-                took = time.monotonic() - started - own
-                others = max(lost(before, core_waits([os.getpid()])) - own, 0.0)
-                self.start_load_kv_calls.append((started, took, others))
+                took = time.monotonic() - started - (own_core_wait() - waited)
+                self.start_load_kv_calls.append((started, took, lost(before, _waits_of_others())))
 
         return start_load_kv
 
@@ -92,6 +91,13 @@ class WorkerRecorder:
         return RankObservation(
             self.rank, tuple(self.reports), self.steps, self.idle_steps, self.load_error_polls, calls
         )
+
+
+def _waits_of_others() -> dict[int, dict[str, float]]:
+    """Seconds that each thread of this process but the caller's has waited for a core."""
+    waits = core_waits([os.getpid()])
+    waits[os.getpid()].pop(str(threading.get_native_id()), None)
+    return waits
 
 
 def _sorted(ids: set[str] | None) -> Names:

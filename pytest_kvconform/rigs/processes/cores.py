@@ -63,7 +63,7 @@ class Deadline:
 def lost(before: dict[int, dict[str, float]], now: dict[int, dict[str, float]]) -> float:
     """Seconds that were lost by waiting for a core between two looks."""
     longest = [
-        max((wait - before[pid][task] for task, wait in waits.items() if task in before[pid]), default=0.0)
+        max((wait - before[pid].get(task, 0.0) for task, wait in waits.items()), default=0.0)
         for pid, waits in now.items()
         if pid in before
     ]
