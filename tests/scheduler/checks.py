@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from pytest_kvconform.plan import PlannedCase
 from tests.helpers.case_runner import CellRun
-from tests.helpers.wrong import Wrong
+from tests.helpers.wrong import Wrong, modules_about
 
 MODULES = (
     "protocol/hooks",
@@ -18,25 +18,28 @@ MODULES = (
 )
 
 
-def chosen(wrong: Wrong) -> Callable[[PlannedCase], bool]:
-    """Of every case the first variant, and those that are named."""
+def chosen(wrong: Wrong, modules: tuple[str, ...] = MODULES) -> Callable[[PlannedCase], bool]:
+    """Of every case of these modules the first variant, and those that are named."""
     first: dict[str, str] = {}
 
     def choose(planned: PlannedCase) -> bool:
         name, variant = planned.case.name, str(planned.variant)
-        return planned.module in MODULES and (
+        return planned.module in modules and (
             first.setdefault(name, variant) == variant or f"{name}[{variant}]" in wrong.fails
         )
 
     return choose
 
 
-def check_mistake(run_cases: Callable[..., CellRun], wrong: Wrong) -> None:
+def check_mistake(run_cases: Callable[..., CellRun], wrong: Wrong, everywhere: bool) -> None:
     """The named cases fail with the first rule of `wrong.rules`.
 
-    Other cases may fail, with rules of `wrong.rules`.
+    Other cases may fail, with rules of `wrong.rules`. `everywhere`: all modules run, also where it has one
+    rule alone.
     """
-    run = run_cases(wrong.connector, **wrong.cell, only=chosen(wrong))
+    several = everywhere or " " in wrong.rules
+    modules = MODULES if several else modules_about(wrong.fails, MODULES)
+    run = run_cases(wrong.connector, **wrong.cell, only=chosen(wrong, modules))
     assert "HARNESS" not in run.outcomes.values(), [
         result.reason for result in run.results if result.outcome == "HARNESS"
     ]

@@ -186,9 +186,9 @@ WRONG = [
 
 @pytest.mark.parametrize("wrong", WRONG, ids=str)
 def test_a_mistake_is_found_by_its_cases_and_named_by_its_rule(
-    run_cases: Callable[..., CellRun], wrong: Wrong
+    run_cases: Callable[..., CellRun], wrong: Wrong, pytestconfig: pytest.Config
 ) -> None:
-    check_mistake(run_cases, wrong)
+    check_mistake(run_cases, wrong, everywhere=pytestconfig.option.nightly)
 
 
 def test_a_hook_that_stands_still_is_waited_for_twice_in_a_module_and_no_more(

@@ -199,6 +199,6 @@ WRONG = [
 
 @pytest.mark.parametrize("wrong", WRONG, ids=str)
 def test_a_mistake_is_found_by_its_cases_and_named_by_its_rule(
-    run_cases: Callable[..., CellRun], wrong: Wrong
+    run_cases: Callable[..., CellRun], wrong: Wrong, pytestconfig: pytest.Config
 ) -> None:
-    check_mistake(run_cases, wrong)
+    check_mistake(run_cases, wrong, everywhere=pytestconfig.option.nightly)
