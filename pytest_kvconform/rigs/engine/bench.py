@@ -15,6 +15,7 @@ from pytest_kvconform.rigs.engine.control import (
     shows_connector,
     without_connector,
 )
+from pytest_kvconform.rigs.engine.ends import MOMENT_S
 from pytest_kvconform.rigs.engine.handle import EngineFailed, ModelEngineHandle
 from pytest_kvconform.rigs.engine.handover import Pair, observe
 from pytest_kvconform.rigs.engine.messages import EngineFacts, EngineSpec, Leftovers
@@ -280,6 +281,6 @@ def _word(longer: int) -> str:
 
 
 def _shut_down(p: ModelEngineHandle, d: ModelEngineHandle, seconds: float) -> tuple[Leftovers, Leftovers]:
-    p.send("shutdown")  # both at once: each waits for threads of its own
+    p.send("shutdown")  # both at once: each waits for threads of its own, for MOMENT_S
     d.send("shutdown")
-    return p.answer("shutdown", seconds), d.answer("shutdown", seconds)
+    return p.answer("shutdown", seconds + MOMENT_S), d.answer("shutdown", seconds + MOMENT_S)

@@ -16,7 +16,6 @@ from typing import Any
 import msgspec
 
 from pytest_kvconform.result import HarnessError, HookCall, ProcessKilled
-from pytest_kvconform.rigs.engine.ends import MOMENT_S
 from pytest_kvconform.rigs.engine.messages import (
     EngineFacts,
     Leftovers,
@@ -134,10 +133,10 @@ class EngineHandle:
         """Wait for the answer to a call; 0: for as long as for any call."""
         return self._answer(name, deadline_s or self.deadline_s)
 
-    def call(self, name: str, *arguments: Any, more_s: float = 0.0) -> Any:
-        """Call a method and wait for its answer, by so much longer than for any call."""
+    def call(self, name: str, *arguments: Any) -> Any:
+        """Call a method and wait for its answer."""
         self.send(name, *arguments)
-        return self.answer(name, self.deadline_s + more_s)
+        return self.answer(name)
 
     def add(self, request: Request) -> None:
         self.note = self.note or self.process.place.unreachable(request.kv_transfer_params)
@@ -182,7 +181,7 @@ class EngineHandle:
 
     def shutdown(self) -> Leftovers:
         """Shut the engine down and return what its process still has. The process itself ends with `end`."""
-        return self.call("shutdown", more_s=MOMENT_S)
+        return self.call("shutdown")
 
     def leave(self) -> bool:
         """Let the engine shut down and end, without waiting: see `leave_all`. False: it cannot, or has.
