@@ -14,7 +14,14 @@ from types import SimpleNamespace
 import pytest
 
 from pytest_kvconform.rigs.processes import cores
-from pytest_kvconform.rigs.processes.cores import SAMPLE_S, Deadline, core_waits, own_core_wait, slowness
+from pytest_kvconform.rigs.processes.cores import (
+    SAMPLE_S,
+    Deadline,
+    core_waits,
+    lost,
+    own_core_wait,
+    slowness,
+)
 from pytest_kvconform.rigs.processes.hangs import DEVICE, QUIET, UNSTARTED, RunningHook
 
 
@@ -142,3 +149,7 @@ def test_a_device_has_the_time_of_a_start() -> None:
     assert hook.wait(ours, 0.2, (os.getpid(),), 0.6) == (QUIET, 0.2)
     hook.note(DEVICE)  # as a worker does while it waits for CUDA
     assert hook.wait(ours, 0.2, (os.getpid(),), 0.6) == (UNSTARTED, 0.6)
+
+
+def test_the_waits_of_a_new_thread_count_and_those_of_a_new_process_do_not() -> None:
+    assert lost({1: {"1": 2.0}}, {1: {"1": 2.1, "7": 0.5}, 2: {"2": 9.0}}) == 0.5
