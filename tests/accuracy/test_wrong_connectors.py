@@ -34,7 +34,7 @@ def test_a_right_connector_passes(run_cases: Run) -> None:
 def test_a_d_that_computes_everything_has_no_evidence(run_cases: Run, questions: Callable[..., None]) -> None:
     questions(16)
     run = run_cases("LoadsNothing")
-    assert run.failed == {LOADED}
+    assert run.failed == {LOADED}, run.reasons
     assert "there is no evidence of a hand-over" in run.findings[LOADED].happened
     assert run.outcomes[EQUAL] == "BLOCKED"  # its answers are those of D alone, and show nothing
 
@@ -44,7 +44,7 @@ def test_a_d_that_computes_some_prompts_has_no_evidence_for_these(
 ) -> None:
     questions(16)
     run = run_cases("LoadsMost")
-    assert run.failed == {LOADED}
+    assert run.failed == {LOADED}, run.reasons
     # one of the two may have the shortest prompt, and a connector may load longer ones alone
     assert re.search(
         "the whole prompt of [12] of 16 requests, although D was asked one question after",
@@ -68,7 +68,7 @@ def test_a_d_that_loads_one_block_alone_is_told_how_much_it_lacks(
 ) -> None:
     questions(16)
     run = run_cases("LoadsOneBlock")
-    assert run.failed == {BLOCKS}  # a SHOULD: a warning
+    assert run.failed == {BLOCKS}, run.reasons  # a SHOULD: a warning
     assert "D loaded 32 of the " in run.findings[BLOCKS].happened
     assert "of 16 of 16 requests" in run.findings[BLOCKS].differs
 
@@ -78,7 +78,7 @@ def test_a_d_that_loads_one_block_breaks_what_it_declares(
 ) -> None:
     questions(16)
     run = run_cases("LoadsOneBlock", declared={"load_granularity": 64})
-    assert run.failed == {LOADED}
+    assert run.failed == {LOADED}, run.reasons
     assert "load_granularity = 64 is declared, and of 16 of 16 requests" in run.findings[LOADED].happened
 
 
@@ -100,7 +100,7 @@ def test_a_d_that_loads_longer_prompts_alone_is_told_how_much_it_lacks(
     questions(64)
     run = run_cases("LoadsLongPrompts")
     assert run.outcomes[LOADED] == "PASS"
-    assert run.failed == {BLOCKS}  # a SHOULD: a warning
+    assert run.failed == {BLOCKS}, run.reasons  # a SHOULD: a warning
     assert run.evidence[LOADED].external_tokens < 64 * 256  # of some prompts nothing was loaded
 
 
@@ -110,7 +110,7 @@ def test_a_d_that_computes_what_its_loads_failed_to_bring_does_not_answer(
     questions(16)
     config = '{"kv_load_failure_policy": "recompute", "kv_connector_extra_config": {"num_threads": 0}}'
     run = run_cases("FailsEachLoad", config=config)
-    assert run.failed == {ANSWERED}
+    assert run.failed == {ANSWERED}, run.reasons
     assert "questions to the subject were not answered" in run.findings[ANSWERED].happened
 
 
@@ -166,7 +166,7 @@ def test_one_wrong_block_in_one_request_of_fifty_changes_answers(run_cases: Run)
 
 def test_one_question_that_is_wrong_each_time_is_named(run_cases: Run) -> None:
     run = run_cases("CorruptsOneQuestion")
-    assert run.failed == {EQUAL}
+    assert run.failed == {EQUAL}, run.reasons
     finding = run.findings[EQUAL]
     assert "the answers to 1 of 64 questions differ from those of D alone again and again" in finding.happened
     assert "8 of 8 times" in finding.happened
@@ -178,7 +178,7 @@ def test_wrong_kv_of_a_draft_model_changes_what_is_accepted(
 ) -> None:
     questions(16)
     run = case_runner.run("CorruptsDraft", DRAFTS)
-    assert run.failed == {ACCEPTED}  # a SHOULD: a warning
+    assert run.failed == {ACCEPTED}, run.reasons  # a SHOULD: a warning
     assert "0 of 48 generated tokens are accepted drafts, and 64 of 96 of D alone" in (
         run.findings[ACCEPTED].happened
     )
@@ -207,14 +207,14 @@ def test_wrong_blocks_in_every_request_lose_right_answers(
 def test_a_metric_that_does_not_grow_is_named(run_cases: Run, questions: Callable[..., None]) -> None:
     questions(16)
     run = run_cases("CountsNothing")
-    assert run.failed == {BYTES}
+    assert run.failed == {BYTES}, run.reasons
     assert "vllm:nixl_bytes_transferred_sum of P and D did not grow" in run.findings[BYTES].happened
 
 
 def test_a_server_that_dies_is_the_connectors_doing(run_cases: Run, questions: Callable[..., None]) -> None:
     questions(16)
     run = run_cases("DiesInLoad")
-    assert run.failed == {ANSWERED}
+    assert run.failed == {ANSWERED}, run.reasons
     finding = run.findings[ANSWERED]
     assert "the tenth load is too much" in finding.happened
     assert "without the connector the same servers answer" in finding.happened
@@ -226,7 +226,7 @@ def test_a_request_that_is_never_answered_is_the_connectors_doing(
 ) -> None:
     questions(20)
     run = run_cases("NeverReports", scale=0.3)
-    assert run.failed == {ANSWERED}
+    assert run.failed == {ANSWERED}, run.reasons
     assert "questions to the subject were not answered" in run.findings[ANSWERED].happened
     assert "were not asked" in run.findings[ANSWERED].happened
 
@@ -236,7 +236,7 @@ def test_a_server_that_does_not_start_is_the_connectors_doing(
 ) -> None:
     questions(16)
     run = run_cases("RefusesToStart")
-    assert run.failed == {ANSWERED}
+    assert run.failed == {ANSWERED}, run.reasons
     assert "this connector does not like servers" in run.findings[ANSWERED].happened
 
 
@@ -274,7 +274,7 @@ def test_a_server_that_never_comes_up_is_the_connectors_doing(
 ) -> None:
     questions(16)
     run = run_cases("NeverStarts", scale=0.15)
-    assert run.failed == {ANSWERED}
+    assert run.failed == {ANSWERED}, run.reasons
     assert "did not answer within" in run.findings[ANSWERED].happened
 
 

@@ -253,7 +253,7 @@ def test_a_mistake_is_found_by_its_case_alone_and_named_in_one_sentence(
     run = run_cases(wrong.connector, **wrong.cell, only=lambda planned: planned.module in modules)
     found = {name: finding.happened for name, finding in run.findings.items()}
     of = {name: name if name in wrong.fails else name.partition("[")[0] for name in run.outcomes}
-    assert {of[name] for name in found} == wrong.fails.keys()
+    assert {of[name] for name in found} == wrong.fails.keys(), run.reasons
     assert {name for name in run.outcomes if of[name] in wrong.fails} == found.keys(), (
         "every variant of a case that is named fails"
     )

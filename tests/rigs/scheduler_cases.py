@@ -13,6 +13,7 @@ from pytest_kvconform.result import Evidence, HarnessError, NotApplicable
 from pytest_kvconform.rigs.processes.hangs import DEVICE
 from pytest_kvconform.rigs.scheduler.leaks import remembered
 from pytest_kvconform.rigs.scheduler.rig import Rig, WorkerReport
+from pytest_kvconform.suite.interface.shutdown import once_nothing
 
 RULE = "KV-LOAD-001"
 runs: list[int] = []
@@ -69,6 +70,20 @@ def starts_in(rig: Rig, seconds: float) -> Evidence:
         rig.host.note_running_hook(hook)
         time.sleep(seconds)
         rig.host.note_running_hook("")
+    return DONE
+
+
+@case(RULE, rig="scheduler")
+def waits_in_vain_for_leftovers(rig: Rig, hangs: bool) -> Evidence:
+    """Four times the case waits for the end of a thread that does not end.
+
+    `hangs`: what the connector left waits for ever when garbage is collected meanwhile.
+    """
+    if hangs:
+        left = Left()
+        left.itself = left
+        del left
+    assert all(once_nothing(rig, lambda: ["poller"]) for _ in range(4))
     return DONE
 
 

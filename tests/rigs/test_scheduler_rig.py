@@ -191,6 +191,15 @@ def test_an_engine_may_take_as_long_to_start_as_in_the_other_tiers(run: Run) -> 
     assert "did not end within 9.36 s, in __init__ of the worker half" in end.finding.happened
 
 
+def test_a_case_that_waits_for_leftovers_does_not_hang(run: Run) -> None:
+    """Four waits of 0.43 s are longer than the deadline of a case."""
+    scale = 0.108  # a bench of its own
+    assert run("waits_in_vain_for_leftovers", False, scale=scale) == PASSED
+    end = run("waits_in_vain_for_leftovers", True, scale=scale)
+    assert end.outcome is Outcome.FAIL and end.finding is not None, end.reason
+    assert "did not end within 1.08 s, in garbage collection" in end.finding.happened
+
+
 def test_a_start_that_has_hung_is_not_waited_for_as_long_again(run: Run) -> None:
     scale = 0.105  # a bench of its own
     for seconds in ("9.45", "1.89"):

@@ -14,6 +14,8 @@ import threading
 import time
 from collections.abc import Iterable
 
+from pytest_kvconform.rigs.processes.linux import tasks
+
 SAMPLE_S = 0.25  # seconds between two looks at a process, at most; before the first every second counts
 FRESH_S = 0.03  # deadlines that look at one process within so many seconds share a look
 MOST = 10.0  # a deadline becomes at most so many times as long
@@ -93,7 +95,7 @@ def core_waits(pids: Iterable[int]) -> dict[int, dict[str, float]]:
     while todo:
         pid, waits = todo.pop(), dict[str, float]()
         try:
-            for task in os.listdir(f"/proc/{pid}/task"):
+            for task in tasks(pid):
                 with contextlib.suppress(
                     OSError, IndexError
                 ):  # the thread has ended, or Linux does not count

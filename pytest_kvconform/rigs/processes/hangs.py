@@ -22,28 +22,31 @@ FEW = 40  # of a process that works for its deadline: a hook takes half a second
 LOOK_AGAIN_S = 0.1  # between two looks whether an engine's start goes on
 
 NAME_BYTES, COUNT_BYTES = 64, 8  # of a running hook
+# What is noted as a hook, and is none.
+DEVICE = "init_device"  # of vLLM's worker: it starts CUDA, for which processes wait in turn
+OWN_WAIT = "own wait"  # a case waits, and no hook runs
+NO_HOOKS = DEVICE, OWN_WAIT
 # Hooks of an engine's start, by the beginnings of their names.
-STARTS = ("__init__", "register_kv_caches", "set_xfer_handshake_metadata", "init_device")
-DEVICE = "init_device"  # of vLLM's worker: no hook, but it starts CUDA, for which processes wait in turn
+STARTS = ("__init__", "register_kv_caches", "set_xfer_handshake_metadata", DEVICE)
 QUIET, BUSY, UNSTARTED = "quiet", "busy", "unstarted"  # how a process is late
 
 
 class RunningHook:
-    """Which hook of the connector a forked process runs, how many it has begun or ended, and how long those
-    of an engine's start took.
+    """Which hook of the connector a forked process runs, how many it has begun or ended, and how long starts
+    and own waits took.
 
     The memory is shared with the process that forked it.
     """
 
     def __init__(self) -> None:
         self._memory = mmap.mmap(-1, NAME_BYTES + 2 * COUNT_BYTES)
-        self._began = 0.0  # when the process that notes hooks began one of a start; 0.0: it runs none
+        self._began = 0.0  # when the process that notes hooks began a start or a wait; 0.0: it runs none
 
     def note(self, hook: str) -> None:
         """Note which hook runs now; "": none."""
         now = time.monotonic()
         started = self.started_s() + (now - self._began if self._began else 0.0)
-        self._began = now if hook.startswith(STARTS) else 0.0
+        self._began = now if hook.startswith((*STARTS, OWN_WAIT)) else 0.0
         numbers = self.count() + 1, int(started * 1e6)
         self._memory[:NAME_BYTES] = hook.encode()[:NAME_BYTES].ljust(NAME_BYTES)
         self._memory[NAME_BYTES:] = b"".join(number.to_bytes(COUNT_BYTES, "little") for number in numbers)
@@ -61,7 +64,7 @@ class RunningHook:
         return int.from_bytes(self._memory[NAME_BYTES : NAME_BYTES + COUNT_BYTES], "little")
 
     def started_s(self) -> float:
-        """Seconds that hooks of an engine's start took, of those that have ended."""
+        """Seconds that hooks of STARTS and own waits took, of those that have ended."""
         return int.from_bytes(self._memory[NAME_BYTES + COUNT_BYTES :], "little") / 1e6
 
     def wait(
@@ -69,9 +72,9 @@ class RunningHook:
     ) -> tuple[str, float]:
         """Wait for a message of the process. Returns how it is late, "" if it is not, and after how long.
 
-        QUIET: fewer than FEW hooks began or ended in so many seconds, in which no engine started. BUSY: more
-        did, PATIENCE times. UNSTARTED: a hook of an engine's start took longer than `start_s`. `pids`: see
-        Deadline.
+        QUIET: fewer than FEW hooks began or ended in so many seconds, in which no engine started and the case
+        did not wait by itself. BUSY: more did, PATIENCE times. UNSTARTED: a hook of an engine's start took
+        longer than `start_s`. `pids`: see Deadline.
         """
         for times in range(1, PATIENCE + 1):
             before, started, more = self.count(), self.started_s(), seconds

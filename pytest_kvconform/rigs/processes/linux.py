@@ -127,7 +127,7 @@ def _listed_children(pid: int) -> list[int]:
     """
     found: list[int] = []
     with contextlib.suppress(OSError):  # the process has ended
-        for task in os.listdir(f"/proc/{pid}/task"):
+        for task in tasks(pid):
             with contextlib.suppress(OSError):  # the thread has ended
                 found += map(int, Path(f"/proc/{pid}/task/{task}/children").read_bytes().split())
     return found
@@ -183,6 +183,15 @@ def mapped_shared_memory(pids: list[int] | None = None) -> set[str]:
     return {file for file in found if os.path.exists(file)}
 
 
+def tasks(pid: int) -> set[str]:
+    """Ids of the threads of a process. Raises OSError if the process has ended.
+
+    Linux may leave a living thread out of a list that it makes while another thread ends
+    (fs/proc/base.c, next_tid), so it makes two.
+    """
+    return {*os.listdir(folder := f"/proc/{pid}/task"), *os.listdir(folder)}
+
+
 def threads() -> dict[str, str]:
     """Id -> name of every thread of this process, native threads included.
 
@@ -191,7 +200,7 @@ def threads() -> dict[str, str]:
     # Names in Python first: Linux has the program's name for most threads.
     python = {str(thread.native_id): thread.name for thread in threading.enumerate()}
     found = {}
-    for task in os.listdir("/proc/self/task"):
+    for task in tasks(os.getpid()):
         with contextlib.suppress(OSError):
             found[task] = python.get(task) or Path(f"/proc/self/task/{task}/comm").read_text().strip()
     return found

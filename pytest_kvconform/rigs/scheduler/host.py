@@ -37,7 +37,7 @@ from pytest_kvconform.rigs.context import SubjectFacts
 from pytest_kvconform.rigs.missing import waits_for_server
 from pytest_kvconform.rigs.processes import linux
 from pytest_kvconform.rigs.processes.cores import Deadline
-from pytest_kvconform.rigs.processes.hangs import BUSY, DEVICE, QUIET, UNSTARTED, RunningHook
+from pytest_kvconform.rigs.processes.hangs import BUSY, DEVICE, NO_HOOKS, QUIET, UNSTARTED, RunningHook
 from pytest_kvconform.rigs.processes.logs import last_lines, text_since, write_stack
 from pytest_kvconform.rigs.processes.stacks import COLLECTING, last_stacks, most_telling_stack, place_of_del
 from pytest_kvconform.rigs.processes.zygote import GONE_S, has_ended
@@ -193,7 +193,7 @@ class Host:
 
     def running_hook(self) -> str:
         """The hook of the connector that runs now, in the process of a case or of an engine; "": none."""
-        return self._hook.name().removeprefix(DEVICE)
+        return "" if self._hook.name() in NO_HOOKS else self._hook.name()
 
     def _make(self, role: str, prefix_caching: bool) -> None:
         from pytest_kvconform.rigs.vllm_setup.kv_cache_specs import layer_specs

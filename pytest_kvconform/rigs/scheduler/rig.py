@@ -27,10 +27,11 @@ numbers below 257, such as ranks and layers, are no block ids.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,6 +48,7 @@ from pytest_kvconform.rigs.context import (
 )
 from pytest_kvconform.rigs.engine.router import RENDEZVOUS, prefill_params
 from pytest_kvconform.rigs.processes.cores import Deadline
+from pytest_kvconform.rigs.processes.hangs import OWN_WAIT
 from pytest_kvconform.rigs.scenario import tokens, with_other_tokens
 from pytest_kvconform.rigs.scheduler.leaks import growing_memory
 from pytest_kvconform.rigs.scheduler.side import Side
@@ -242,6 +244,15 @@ class Rig:
     def scaled_seconds(self, seconds: float) -> float:
         """How long a case waits for something: longer with --kv-timeout-scale, never shorter."""
         return seconds * self.host.spec.timeout_scale
+
+    @contextlib.contextmanager
+    def own_wait(self) -> Iterator[None]:
+        """Wait for something that no hook does: the deadline of the case does not count this time."""
+        self.host.note_running_hook(OWN_WAIT)
+        try:
+            yield
+        finally:
+            self.host.note_running_hook("")
 
     @property
     def start_s(self) -> float:

@@ -16,6 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from pytest_kvconform.rigs.processes.linux import tasks
+
 _unfreeze = gc.unfreeze
 _CORES = os.sched_getaffinity(0)  # at import: before any connector can narrow it
 
@@ -335,6 +337,6 @@ def release_cores(worker: Any) -> None:
     vLLM's NIXL worker pins the thread that builds it to the last core of its NUMA node (nixl/base_worker.py),
     so that P and D would share one core. That is a matter of speed, and the rigs are about bytes.
     """
-    for task in os.listdir("/proc/self/task"):
+    for task in tasks(os.getpid()):
         with contextlib.suppress(OSError):
             os.sched_setaffinity(int(task), _CORES)

@@ -94,8 +94,9 @@ def _left_by_an_engine(
     had: set[str | int] = {*listening_sockets(os.getpid()), *children_but_pythons()}
     side = half.start()
     soon = Deadline(rig.scaled_seconds(SOON_S))
-    while before.keys() & threads().keys() and not soon.over():
-        time.sleep(0.02)  # the start may tell a thread to end, and not wait for its end
+    with rig.own_wait():
+        while before.keys() & threads().keys() and not soon.over():
+            time.sleep(0.02)  # the start may tell a thread to end, and not wait for its end
     started = threads()
     _end(half, side)
     del half, side
@@ -112,8 +113,9 @@ def once_nothing(rig: Rig, look: Callable[[], Left]) -> Left:
     """Wait until `look` finds nothing, at most MOMENT_S. Returns what it found last."""
     deadline = Deadline(rig.scaled_seconds(MOMENT_S))
     while (found := look()) and not deadline.over():
-        gc.collect()  # some things end when the halves are garbage-collected
-        time.sleep(0.02)
+        with rig.own_wait():  # a part at a time: the deadline of the case ends a __del__ that hangs
+            gc.collect()  # some things end when the halves are garbage-collected
+            time.sleep(0.02)
     return found
 
 
