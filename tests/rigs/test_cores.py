@@ -152,12 +152,34 @@ def test_a_device_has_the_time_of_a_start() -> None:
     assert hook.wait(ours, 0.2, (os.getpid(),), 0.6) == (UNSTARTED, 0.6)
 
 
+def test_what_a_process_leaves_out_does_not_count_and_a_hang_after_it_does() -> None:
+    hook, (ours, theirs) = RunningHook(), Pipe()
+
+    def wait_in_parts(seconds: float) -> None:
+        while seconds > 0:
+            time.sleep(0.05)
+            hook.leave_out(0.05)
+            seconds -= 0.05
+
+    def work() -> None:
+        wait_in_parts(1.5)
+        theirs.send("done")
+
+    for body, late in ((work, ""), (lambda: wait_in_parts(0.5), QUIET)):
+        waiting = threading.Thread(target=body)
+        waiting.start()
+        assert hook.wait(ours, 0.4, (os.getpid(),))[0] == late
+        assert late or ours.recv() == "done"
+        waiting.join()
+    assert hook.count() == 0
+
+
 def test_the_waits_of_a_new_thread_count_and_those_of_a_new_process_do_not() -> None:
     assert lost({1: {"1": 2.0}}, {1: {"1": 2.1, "7": 0.5}, 2: {"2": 9.0}}) == 0.5
 
 
 def test_a_thread_that_linux_leaves_out_of_one_list_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Linux did so in 15 of 43,638 lists made while another thread ended, as in the first list here."""
+    """Linux did so in 852 of 74,619 lists made beside three threads that end, as in the first list here."""
     own, lists = str(threading.get_native_id()), []
     whole = os.listdir
 
@@ -169,4 +191,4 @@ def test_a_thread_that_linux_leaves_out_of_one_list_is_seen(monkeypatch: pytest.
         lists.clear()
         with monkeypatch.context() as patched:
             patched.setattr(os, "listdir", listdir)
-            assert own in look() and len(lists) == 2
+            assert own in look() and len(lists) == 3

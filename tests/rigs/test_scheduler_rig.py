@@ -192,12 +192,8 @@ def test_an_engine_may_take_as_long_to_start_as_in_the_other_tiers(run: Run) -> 
 
 
 def test_a_case_that_waits_for_leftovers_does_not_hang(run: Run) -> None:
-    """Four waits of 0.43 s are longer than the deadline of a case."""
-    scale = 0.108  # a bench of its own
-    assert run("waits_in_vain_for_leftovers", False, scale=scale) == PASSED
-    end = run("waits_in_vain_for_leftovers", True, scale=scale)
-    assert end.outcome is Outcome.FAIL and end.finding is not None, end.reason
-    assert "did not end within 1.08 s, in garbage collection" in end.finding.happened
+    """Its two waits of 4 s are longer than its deadline, 1.08 s."""
+    assert run("waits_in_vain_for_leftovers", scale=0.108) == PASSED
 
 
 def test_a_start_that_has_hung_is_not_waited_for_as_long_again(run: Run) -> None:

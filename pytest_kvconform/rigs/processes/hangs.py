@@ -22,33 +22,37 @@ FEW = 40  # of a process that works for its deadline: a hook takes half a second
 LOOK_AGAIN_S = 0.1  # between two looks whether an engine's start goes on
 
 NAME_BYTES, COUNT_BYTES = 64, 8  # of a running hook
-# What is noted as a hook, and is none.
-DEVICE = "init_device"  # of vLLM's worker: it starts CUDA, for which processes wait in turn
-OWN_WAIT = "own wait"  # a case waits, and no hook runs
-NO_HOOKS = DEVICE, OWN_WAIT
 # Hooks of an engine's start, by the beginnings of their names.
-STARTS = ("__init__", "register_kv_caches", "set_xfer_handshake_metadata", DEVICE)
+STARTS = ("__init__", "register_kv_caches", "set_xfer_handshake_metadata", "init_device")
+DEVICE = "init_device"  # of vLLM's worker: no hook, but it starts CUDA, for which processes wait in turn
 QUIET, BUSY, UNSTARTED = "quiet", "busy", "unstarted"  # how a process is late
 
 
 class RunningHook:
-    """Which hook of the connector a forked process runs, how many it has begun or ended, and how long starts
-    and own waits took.
+    """Which hook of the connector a forked process runs, how many it has begun or ended, and how many of its
+    seconds do not count.
 
     The memory is shared with the process that forked it.
     """
 
     def __init__(self) -> None:
         self._memory = mmap.mmap(-1, NAME_BYTES + 2 * COUNT_BYTES)
-        self._began = 0.0  # when the process that notes hooks began a start or a wait; 0.0: it runs none
+        self._began = 0.0  # when the process that notes hooks began one of a start; 0.0: it runs none
 
     def note(self, hook: str) -> None:
         """Note which hook runs now; "": none."""
         now = time.monotonic()
-        started = self.started_s() + (now - self._began if self._began else 0.0)
-        self._began = now if hook.startswith((*STARTS, OWN_WAIT)) else 0.0
-        numbers = self.count() + 1, int(started * 1e6)
+        started = now - self._began if self._began else 0.0
+        self._began = now if hook.startswith(STARTS) else 0.0
         self._memory[:NAME_BYTES] = hook.encode()[:NAME_BYTES].ljust(NAME_BYTES)
+        self._write(self.count() + 1, self.uncounted_s() + started)
+
+    def leave_out(self, seconds: float) -> None:
+        """Do not count so many seconds, in which the process has waited and no hook was to end."""
+        self._write(self.count(), self.uncounted_s() + seconds)
+
+    def _write(self, count: int, uncounted_s: float) -> None:
+        numbers = count, int(uncounted_s * 1e6)
         self._memory[NAME_BYTES:] = b"".join(number.to_bytes(COUNT_BYTES, "little") for number in numbers)
 
     def name(self) -> str:
@@ -63,8 +67,10 @@ class RunningHook:
         """How often one was noted."""
         return int.from_bytes(self._memory[NAME_BYTES : NAME_BYTES + COUNT_BYTES], "little")
 
-    def started_s(self) -> float:
-        """Seconds that hooks of STARTS and own waits took, of those that have ended."""
+    def uncounted_s(self) -> float:
+        """Seconds of the process that do not count: those of hooks of an engine's start that have ended, and
+        those that `leave_out` was told.
+        """
         return int.from_bytes(self._memory[NAME_BYTES + COUNT_BYTES :], "little") / 1e6
 
     def wait(
@@ -72,19 +78,18 @@ class RunningHook:
     ) -> tuple[str, float]:
         """Wait for a message of the process. Returns how it is late, "" if it is not, and after how long.
 
-        QUIET: fewer than FEW hooks began or ended in so many seconds, in which no engine started and the case
-        did not wait by itself. BUSY: more did, PATIENCE times. UNSTARTED: a hook of an engine's start took
-        longer than `start_s`. `pids`: see Deadline.
+        QUIET: fewer than FEW hooks began or ended in so many seconds that count. BUSY: more did, PATIENCE
+        times. UNSTARTED: a hook of an engine's start took longer than `start_s`. `pids`: see Deadline.
         """
         for times in range(1, PATIENCE + 1):
-            before, started, more = self.count(), self.started_s(), seconds
+            before, uncounted, more = self.count(), self.uncounted_s(), seconds
             while more > 0:
                 if poll(line, Deadline(more, pids)):
                     return "", 0.0
                 least = LOOK_AGAIN_S if self.name().startswith(STARTS) else 0.0
                 if least and self._hangs_in(start_s - seconds, line, pids):
                     return UNSTARTED, max(start_s, seconds)
-                started, more = self.started_s(), max(least, min(seconds, self.started_s() - started))
+                uncounted, more = self.uncounted_s(), max(least, min(seconds, self.uncounted_s() - uncounted))
             if self.count() < before + FEW:
                 return QUIET, times * seconds
         return BUSY, PATIENCE * seconds

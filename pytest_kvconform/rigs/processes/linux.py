@@ -20,6 +20,7 @@ SHARED_MEMORY = "/dev/shm/"
 LISTS_CHILDREN = os.path.exists(f"/proc/self/task/{os.getpid()}/children")  # not in every kernel
 PF_EXITING = 0x4  # linux/sched.h
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
+MOST_LISTS = 8  # of a process whose threads come and go all the time
 _HUGE = 1 << 21  # bytes of a huge page on x86-64 and on ARM with pages of 4 KiB
 # MADV_COLLAPSE of linux/mman.h, since Linux 6.1; it works where huge pages are not enabled for everybody too.
 _COLLAPSE = 25
@@ -187,9 +188,12 @@ def tasks(pid: int) -> set[str]:
     """Ids of the threads of a process. Raises OSError if the process has ended.
 
     Linux may leave a living thread out of a list that it makes while another thread ends
-    (fs/proc/base.c, next_tid), so it makes two.
+    (fs/proc/base.c, next_tid). The list has that one, the next list does not. So two equal lists are whole.
     """
-    return {*os.listdir(folder := f"/proc/{pid}/task"), *os.listdir(folder)}
+    ids: list[set[str]] = []
+    while len(ids) < 2 or (ids[-1] != ids[-2] and len(ids) < MOST_LISTS):
+        ids.append(set(os.listdir(f"/proc/{pid}/task")))
+    return ids[-1] | ids[-2]
 
 
 def threads() -> dict[str, str]:

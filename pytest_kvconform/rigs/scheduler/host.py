@@ -37,7 +37,7 @@ from pytest_kvconform.rigs.context import SubjectFacts
 from pytest_kvconform.rigs.missing import waits_for_server
 from pytest_kvconform.rigs.processes import linux
 from pytest_kvconform.rigs.processes.cores import Deadline
-from pytest_kvconform.rigs.processes.hangs import BUSY, DEVICE, NO_HOOKS, QUIET, UNSTARTED, RunningHook
+from pytest_kvconform.rigs.processes.hangs import BUSY, DEVICE, QUIET, UNSTARTED, RunningHook
 from pytest_kvconform.rigs.processes.logs import last_lines, text_since, write_stack
 from pytest_kvconform.rigs.processes.stacks import COLLECTING, last_stacks, most_telling_stack, place_of_del
 from pytest_kvconform.rigs.processes.zygote import GONE_S, has_ended
@@ -119,7 +119,7 @@ class Host:
         from vllm.v1.structured_output import StructuredOutputManager
 
         self.spec = spec
-        self._hook = RunningHook()
+        self.hook = RunningHook()
         self._configs: dict[tuple[str, bool], Any] = {}
         self._specs: dict[tuple[str, bool], dict[str, Any]] = {}
         self._kv_configs: dict[tuple[str, bool, int], Any] = {}
@@ -189,11 +189,11 @@ class Host:
 
     def note_running_hook(self, hook: str) -> None:
         """Note which hook of the connector runs now; "": none."""
-        self._hook.note(hook)
+        self.hook.note(hook)
 
     def running_hook(self) -> str:
         """The hook of the connector that runs now, in the process of a case or of an engine; "": none."""
-        return "" if self._hook.name() in NO_HOOKS else self._hook.name()
+        return self.hook.name().removeprefix(DEVICE)
 
     def _make(self, role: str, prefix_caching: bool) -> None:
         from pytest_kvconform.rigs.vllm_setup.kv_cache_specs import layer_specs
@@ -229,7 +229,7 @@ class Host:
             line.send((module, function, rule, variant, self._waited))
         self._spare, self._killed = self._fork(), [pid]  # the next child, while this one works
         limits = deadline_s, (pid, os.getpid()), start_s
-        end, leaves, (late, waited_s) = None, False, self._hook.wait(line, *limits)
+        end, leaves, (late, waited_s) = None, False, self.hook.wait(line, *limits)
         if not late:
             with contextlib.suppress(Exception):  # the child has ended, or its message cannot be read
                 end, leaves = line.recv()
@@ -248,14 +248,14 @@ class Host:
         self._killed, status = [], os.waitpid(pid, 0)[1]
         if not late and status == signal.SIGKILL and not hangs:
             return end_of(ProcessKilled(f"the process of a case of {self.spec.cell}", pid)), late
-        if late in (QUIET, UNSTARTED) and self._hook.is_start() and waits_for_server(_stack_lines(log_from)):
+        if late in (QUIET, UNSTARTED) and self.hook.is_start() and waits_for_server(_stack_lines(log_from)):
             waits = "its start waits for a server: start it, or configure its address"
             return end_of(Blocked(f"{self.spec.subject.connector} cannot start here: {waits}")), late
         if late == BUSY:
             hooks = "the case still calls hooks of the connector: try --kv-timeout-scale"
             return end_of(Blocked(f"after {waited_s:g} s {hooks}")), late
         how = _death(status) if not late else f"did not end within {waited_s:g} s"
-        if late and self._hook.name() == DEVICE:
+        if late and self.hook.name() == DEVICE:
             return end_of(Blocked(f"vLLM's worker {how}, in {DEVICE}: try fewer workers with -n")), BUSY
         found, text = self._died(how, log_from, bool(late)), text_since(log_from)
         if late and not is_in_connector(text, self.running_hook(), self.spec.facts):

@@ -27,9 +27,9 @@ numbers below 257, such as ranks and layers, are no block ids.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
+import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -47,8 +47,7 @@ from pytest_kvconform.rigs.context import (
     with_own_values,
 )
 from pytest_kvconform.rigs.engine.router import RENDEZVOUS, prefill_params
-from pytest_kvconform.rigs.processes.cores import Deadline
-from pytest_kvconform.rigs.processes.hangs import OWN_WAIT
+from pytest_kvconform.rigs.processes.cores import Deadline, own_core_wait
 from pytest_kvconform.rigs.scenario import tokens, with_other_tokens
 from pytest_kvconform.rigs.scheduler.leaks import growing_memory
 from pytest_kvconform.rigs.scheduler.side import Side
@@ -245,14 +244,16 @@ class Rig:
         """How long a case waits for something: longer with --kv-timeout-scale, never shorter."""
         return seconds * self.host.spec.timeout_scale
 
-    @contextlib.contextmanager
-    def own_wait(self) -> Iterator[None]:
-        """Wait for something that no hook does: the deadline of the case does not count this time."""
-        self.host.note_running_hook(OWN_WAIT)
-        try:
+    def waits(self, deadline: Deadline) -> Iterator[None]:
+        """Yield until a deadline is over. The deadline of the case itself does not count the seconds between.
+
+        They are left out after each yield, without those in which this thread waits for a core: these do not
+        count anyway.
+        """
+        while not deadline.over():
+            began, waited = time.monotonic(), own_core_wait()
             yield
-        finally:
-            self.host.note_running_hook("")
+            self.host.hook.leave_out(max(0.0, time.monotonic() - began - (own_core_wait() - waited)))
 
     @property
     def start_s(self) -> float:

@@ -93,10 +93,10 @@ def _left_by_an_engine(
     own |= threads().keys() - before.keys()
     had: set[str | int] = {*listening_sockets(os.getpid()), *children_but_pythons()}
     side = half.start()
-    soon = Deadline(rig.scaled_seconds(SOON_S))
-    with rig.own_wait():
-        while before.keys() & threads().keys() and not soon.over():
-            time.sleep(0.02)  # the start may tell a thread to end, and not wait for its end
+    for _ in rig.waits(Deadline(rig.scaled_seconds(SOON_S))):
+        if not before.keys() & threads().keys():
+            break
+        time.sleep(0.02)  # the start may tell a thread to end, and not wait for its end
     started = threads()
     _end(half, side)
     del half, side
@@ -111,11 +111,13 @@ def _left_by_an_engine(
 
 def once_nothing(rig: Rig, look: Callable[[], Left]) -> Left:
     """Wait until `look` finds nothing, at most MOMENT_S. Returns what it found last."""
-    deadline = Deadline(rig.scaled_seconds(MOMENT_S))
-    while (found := look()) and not deadline.over():
-        with rig.own_wait():  # a part at a time: the deadline of the case ends a __del__ that hangs
-            gc.collect()  # some things end when the halves are garbage-collected
-            time.sleep(0.02)
+    found = look()
+    for _ in rig.waits(Deadline(rig.scaled_seconds(MOMENT_S))):
+        if not found:
+            break
+        gc.collect()  # some things end when the halves are garbage-collected
+        time.sleep(0.02)
+        found = look()
     return found
 
 

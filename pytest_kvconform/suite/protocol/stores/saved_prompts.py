@@ -31,16 +31,16 @@ def start_store(rig: Rig) -> Side:
 def run_and_save(rig: Rig, side: Side) -> None:
     """Run all requests, and then until no save holds blocks, but not for longer than SAVES_S."""
     side.run()
-    deadline = Deadline(rig.scaled_seconds(SAVES_S))
-    while side.delayed_free_requests() and not deadline.over():
+    for _ in rig.waits(Deadline(rig.scaled_seconds(SAVES_S))):
+        if not side.delayed_free_requests():
+            break
         side.step()
     step_until_found(rig, side)
 
 
 def step_until_found(rig: Rig, side: Side) -> None:
     """Step until a store finds what it has saved: for the `save_delay` that is declared."""
-    deadline = Deadline(rig.subject.save_delay)
-    while not deadline.over():
+    for _ in rig.waits(Deadline(rig.subject.save_delay)):
         side.step()
 
 

@@ -61,12 +61,13 @@ def await_saves(live: Any, p: Any) -> None:
     blocks in vLLM's pool until its workers have saved them.
     """
     live.settle(p.is_idle, "saves")
-    deadline = Deadline(0.0 if live.keeps else live.rig.settle_s)
-    while (keeps := bool(p.leaks())) and not deadline.over():
-        pass  # looking takes a step
+    keeps = bool(p.leaks())
+    for _ in live.rig.waits(Deadline(0.0 if live.keeps else live.rig.settle_s)):
+        if not keeps:
+            break
+        keeps = bool(p.leaks())  # looking takes a step
     live.keeps = keeps
-    found = Deadline(live.rig.subject.save_delay)
-    while not found.over():
+    for _ in live.rig.waits(Deadline(live.rig.subject.save_delay)):
         p.leaks()
     p.evict_prefix_cache()
 
