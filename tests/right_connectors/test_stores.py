@@ -107,6 +107,23 @@ def test_a_store_that_saves_later_keeps_blocks_until_it_has(
     assert found.outcomes["zero_tokens_is_never_async[b+1]"] == "PASS"
 
 
+def test_saves_may_take_longer_than_the_deadline_of_a_case(
+    scheduler_runner: CaseRunner, tmp_path: Path
+) -> None:
+    """Six waits of 4 s are longer than the 18 s that a case has at this scale while hooks are called."""
+    found = scheduler_runner.run(
+        "WholeBlocks",
+        "llama3_1_8b",
+        setup="b16",
+        scale=0.3,
+        profile="store",
+        config=json.dumps({"kv_connector_extra_config": {"shared_storage_path": str(tmp_path)}}),
+        declared={"save_delay": 4.0},
+        only=lambda planned: planned.case.name == "memory_of_both_halves_is_bounded",
+    )
+    assert found.outcomes == {"memory_of_both_halves_is_bounded": "PASS"}, (found.reasons, found.findings)
+
+
 def test_without_a_worker_such_a_store_waits_in_vain(scheduler_runner: CaseRunner, tmp_path: Path) -> None:
     modules = ("protocol/request_finished",)
     found = run(scheduler_runner, "AsksRankZero", modules, tmp_path, asks_worker=False)
