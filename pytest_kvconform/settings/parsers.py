@@ -15,7 +15,7 @@ from typing import Any
 
 MOST_TOKENS = 2**31 - 1
 MOST_REQUESTS = 5_000
-MOST_SECONDS = 4  # a case of the tier protocol waits up to 14 times, that about memory once for each round
+MOST_SECONDS = 4  # a case of the tier protocol waits up to 14 times; KV-MANY-002 waits once in each round
 SMALLEST_FACTOR, LARGEST_FACTOR = 0.001, 100_000
 
 

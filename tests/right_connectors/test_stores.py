@@ -110,7 +110,7 @@ def test_a_store_that_saves_later_keeps_blocks_until_it_has(
 def test_saves_may_take_longer_than_the_deadline_of_a_case(
     scheduler_runner: CaseRunner, tmp_path: Path
 ) -> None:
-    """Six waits of 4 s are longer than the 18 s that a case has at this scale while hooks are called."""
+    """Six waits of 3.2 s are longer than the 18 s that a case has at this scale while hooks are called."""
     found = scheduler_runner.run(
         "WholeBlocks",
         "llama3_1_8b",
@@ -118,7 +118,7 @@ def test_saves_may_take_longer_than_the_deadline_of_a_case(
         scale=0.3,
         profile="store",
         config=json.dumps({"kv_connector_extra_config": {"shared_storage_path": str(tmp_path)}}),
-        declared={"save_delay": 4.0},
+        declared={"save_delay": 3.2},
         only=lambda planned: planned.case.name == "memory_of_both_halves_is_bounded",
     )
     assert found.outcomes == {"memory_of_both_halves_is_bounded": "PASS"}, (found.reasons, found.findings)

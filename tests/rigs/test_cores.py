@@ -23,7 +23,7 @@ from pytest_kvconform.rigs.processes.cores import (
     slowness,
 )
 from pytest_kvconform.rigs.processes.hangs import DEVICE, QUIET, UNSTARTED, RunningHook
-from pytest_kvconform.rigs.processes.linux import tasks, threads
+from pytest_kvconform.rigs.processes.linux import MOST_LISTS, tasks, threads
 
 
 class Machine:
@@ -192,3 +192,9 @@ def test_a_thread_that_linux_leaves_out_of_one_list_is_seen(monkeypatch: pytest.
         with monkeypatch.context() as patched:
             patched.setattr(os, "listdir", listdir)
             assert own in look() and len(lists) == 3
+
+
+def test_threads_that_come_and_go_all_the_time_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    lists = [[f"{number}"] for number in range(100)]
+    monkeypatch.setattr(os, "listdir", lambda folder: lists.pop(0))
+    assert tasks(os.getpid()) == {str(MOST_LISTS - 2), str(MOST_LISTS - 1)}

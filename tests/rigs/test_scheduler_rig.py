@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,9 @@ import pytest
 from pytest_kvconform.case_outcome import CaseEnd
 from pytest_kvconform.result import Blocked, Cell, Outcome
 from pytest_kvconform.rigs.bench import Bench
+from pytest_kvconform.rigs.processes.hangs import LEFT_OUT_S
+from pytest_kvconform.rigs.scheduler import rig as rig_module
+from pytest_kvconform.rigs.scheduler.rig import Rig
 from pytest_kvconform.rigs.scheduler.violations import NOT_SHOWN, SchedulerStopped
 from pytest_kvconform.settings import Settings
 from pytest_kvconform.subject import resolve
@@ -192,8 +196,37 @@ def test_an_engine_may_take_as_long_to_start_as_in_the_other_tiers(run: Run) -> 
 
 
 def test_a_case_that_waits_for_leftovers_does_not_hang(run: Run) -> None:
-    """Its two waits of 4 s are longer than its deadline, 1.08 s."""
+    """It waits for 4 s, and its deadline is 1.08 s."""
     assert run("waits_in_vain_for_leftovers", scale=0.108) == PASSED
+
+
+@pytest.mark.parametrize(
+    ("part", "core", "before", "left_out"),
+    [
+        (0.1, 0.0, 0.0, 0.35),  # the last part is longer than what is left of the wait
+        (0.1, 0.05, 0.0, 0.35),  # half of each part the thread waits for a core
+        (0.9, 0.0, 0.0, 0.35),  # a hook takes longer than the wait
+        (0.1, 0.0, LEFT_OUT_S - 0.15, 0.15),
+    ],
+    ids=["parts", "core", "hook", "most"],
+)
+def test_a_case_leaves_out_no_more_than_it_waits(
+    monkeypatch: pytest.MonkeyPatch, part: float, core: float, before: float, left_out: float
+) -> None:
+    """The wait has a deadline of 0.35 s. `part`: seconds between two yields, `core`: of them those in which
+    the thread waits for a core. `before`: seconds that the case has left out before.
+    """
+    now, waited, told = 100.0, 7.0, list[float]()
+    monkeypatch.setattr(rig_module, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(rig_module, "own_core_wait", lambda: waited)
+    began = now, waited
+    counted = SimpleNamespace(left=lambda: 0.35 - (now - began[0]) + (waited - began[1]))
+    rig: Any = SimpleNamespace(
+        host=SimpleNamespace(hook=SimpleNamespace(leave_out=told.append)), left_out=before
+    )
+    for _ in Rig.waits(rig, counted):  # type: ignore[arg-type]
+        now, waited = now + part, waited + core
+    assert sum(told) == pytest.approx(left_out) and rig.left_out == pytest.approx(before + left_out)
 
 
 def test_a_start_that_has_hung_is_not_waited_for_as_long_again(run: Run) -> None:

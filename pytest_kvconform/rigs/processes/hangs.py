@@ -17,6 +17,7 @@ from pytest_kvconform.rigs.processes.stacks import Frame, is_hook
 
 LOOK_S = 2.0  # from the begin of a call to the first look at its stack; to each further look twice as long
 PATIENCE = 6  # times the deadline of a process in which hooks are still called
+LEFT_OUT_S = 300.0  # seconds of a case that its deadline does not count, at most: a store may save so slowly
 FEW = 40  # of a process that works for its deadline: a hook takes half a second then
 
 LOOK_AGAIN_S = 0.1  # between two looks whether an engine's start goes on
@@ -48,7 +49,7 @@ class RunningHook:
         self._write(self.count() + 1, self.uncounted_s() + started)
 
     def leave_out(self, seconds: float) -> None:
-        """Do not count so many seconds, in which the process has waited and no hook was to end."""
+        """Do not count so many seconds, in which a case has waited. Hooks may have run meanwhile."""
         self._write(self.count(), self.uncounted_s() + seconds)
 
     def _write(self, count: int, uncounted_s: float) -> None:
@@ -84,12 +85,13 @@ class RunningHook:
         for times in range(1, PATIENCE + 1):
             before, uncounted, more = self.count(), self.uncounted_s(), seconds
             while more > 0:
-                if poll(line, Deadline(more, pids)):
+                if poll(line, Deadline(more, pids, look=True)):
                     return "", 0.0
                 least = LOOK_AGAIN_S if self.name().startswith(STARTS) else 0.0
                 if least and self._hangs_in(start_s - seconds, line, pids):
                     return UNSTARTED, max(start_s, seconds)
-                uncounted, more = self.uncounted_s(), max(least, min(seconds, self.uncounted_s() - uncounted))
+                before_s, uncounted = uncounted, self.uncounted_s()
+                more = max(least, min(seconds, uncounted - before_s))
             if self.count() < before + FEW:
                 return QUIET, times * seconds
         return BUSY, PATIENCE * seconds

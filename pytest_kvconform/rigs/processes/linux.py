@@ -188,7 +188,9 @@ def tasks(pid: int) -> set[str]:
     """Ids of the threads of a process. Raises OSError if the process has ended.
 
     Linux may leave a living thread out of a list that it makes while another thread ends
-    (fs/proc/base.c, next_tid). The list has that one, the next list does not. So two equal lists are whole.
+    (fs/proc/base.c, next_tid). Such a list names the thread that ended, and the next list does not. So two
+    equal lists lack no living thread. After MOST_LISTS the last two are joined, which may name one that has
+    ended.
     """
     ids: list[set[str]] = []
     while len(ids) < 2 or (ids[-1] != ids[-2] and len(ids) < MOST_LISTS):

@@ -15,7 +15,7 @@ from pytest_kvconform.rigs.bytes.specs import side_of
 from pytest_kvconform.rigs.context import RunContext, transfer_config
 from pytest_kvconform.rigs.processes.child import ChildProcess, ForkRefused, leave
 from pytest_kvconform.rigs.processes.cores import MOST
-from pytest_kvconform.rigs.processes.hangs import PATIENCE, QUIET, UNSTARTED
+from pytest_kvconform.rigs.processes.hangs import LEFT_OUT_S, PATIENCE, QUIET, UNSTARTED
 from pytest_kvconform.rigs.processes.ports import free_port
 from pytest_kvconform.rigs.scheduler.host import LEAVE_S, HostSpec
 from pytest_kvconform.rigs.scheduler.live.answers import WAITS, waits_for_own_workers
@@ -25,7 +25,7 @@ from pytest_kvconform.rigs.scheduler.violations import NOT_ENDED
 NO_ANSWER = "KV-MATCH-006"
 CASE_PART = 0.5  # of the deadline of a call: a case takes milliseconds
 AGAIN = 0.5  # of a case's deadline, after a case of its module that did not end in time
-GRACE_S = 10.0  # beyond the latest end of a case's own deadline, which the host keeps
+GRACE_S = 10.0  # beyond the latest end of a case's own deadline, which the host keeps, on a busy machine
 PORTS = 6  # sides with a port of their own, and the last two of Rig.workers_hear_of_ends
 STARTS = 2  # whole starts of an engine, which the halves of a case may take together; one that hangs ends it
 # After so many cases of a module that did not end in time no other case of it is started, and after so many
@@ -57,7 +57,8 @@ class SchedulerBench:
         deadline_s = CASE_PART * self.context.deadlines.call * (AGAIN if module in self._at_fault else 1.0)
         start_s = self.context.deadlines.start
         question = (module, function, rule, variant, deadline_s, start_s)
-        end, late = self._ask(cell, question, MOST * (PATIENCE * deadline_s + STARTS * start_s) + GRACE_S)
+        longest_s = PATIENCE * deadline_s + STARTS * start_s + LEFT_OUT_S
+        end, late = self._ask(cell, question, MOST * longest_s + GRACE_S)
         if late in (QUIET, UNSTARTED) and end.outcome is Outcome.BLOCKED:
             self.context.missing.append(end.reason)
         elif late:

@@ -48,6 +48,7 @@ from pytest_kvconform.rigs.context import (
 )
 from pytest_kvconform.rigs.engine.router import RENDEZVOUS, prefill_params
 from pytest_kvconform.rigs.processes.cores import Deadline, own_core_wait
+from pytest_kvconform.rigs.processes.hangs import LEFT_OUT_S
 from pytest_kvconform.rigs.scenario import tokens, with_other_tokens
 from pytest_kvconform.rigs.scheduler.leaks import growing_memory
 from pytest_kvconform.rigs.scheduler.side import Side
@@ -85,6 +86,7 @@ class Rig:
     asynchronous: bool = False
     _sides: list[Side] = field(default_factory=list)
     nursery: Nursery | None = None  # where the subject asks_worker: what starts worker halves
+    left_out: float = 0.0  # seconds of the case that its deadline does not count, see `waits`
     secret: int = field(default_factory=lambda: random.SystemRandom().getrandbits(64))
 
     @property
@@ -245,15 +247,18 @@ class Rig:
         return seconds * self.host.spec.timeout_scale
 
     def waits(self, deadline: Deadline) -> Iterator[None]:
-        """Yield until a deadline is over. The deadline of the case itself does not count the seconds between.
+        """Yield until a deadline is over. The deadline of the case itself does not count these seconds.
 
-        They are left out after each yield, without those in which this thread waits for a core: these do not
-        count anyway.
+        They are left out after each yield, and LEFT_OUT_S of a case in all. No deadline counts those in which
+        this thread waits for a core, so they are not left out again.
         """
-        while not deadline.over():
+        while (left := deadline.left()) > 0:
             began, waited = time.monotonic(), own_core_wait()
             yield
-            self.host.hook.leave_out(max(0.0, time.monotonic() - began - (own_core_wait() - waited)))
+            took = time.monotonic() - began - (own_core_wait() - waited)
+            seconds = max(0.0, min(took, left, LEFT_OUT_S - self.left_out))
+            self.left_out += seconds
+            self.host.hook.leave_out(seconds)
 
     @property
     def start_s(self) -> float:
@@ -315,9 +320,11 @@ class Rig:
         """
         for side in sides:
             side.report_told_ends()
-            deadline = Deadline(self.settle_s)
-            while (left := side.leaks()) and side.worker is not None and not deadline.over():
-                pass  # looking takes a step
+            left = side.leaks()
+            for _ in self.waits(Deadline(self.settle_s)):
+                if not left or side.worker is None:
+                    break
+                left = side.leaks()  # looking takes a step
             if left:
                 side.require_standard_reports()
                 raise self.violation(

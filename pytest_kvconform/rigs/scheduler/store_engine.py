@@ -66,8 +66,10 @@ def worker_reports_an_end(rig: Rig, role: str, port: int) -> bool:
     side = start_engine_with_worker(rig, port=port, role=role)
     id = side.add(rig.prompt(3 * BLOCK))
     side.run(lambda: not side.unfinished_requests())
-    keeps, deadline = id in side.delayed_free_requests(), Deadline(rig.settle_s)
-    while id in side.delayed_free_requests() and not deadline.over():
+    keeps = id in side.delayed_free_requests()
+    for _ in rig.waits(Deadline(rig.settle_s)):
+        if id not in side.delayed_free_requests():
+            break
         side.step()
     reports = keeps and id not in side.delayed_free_requests()
     end_engine_with_worker(side)

@@ -170,8 +170,9 @@ def _require_workers_to_report(rig: Rig, ending: str) -> None:
     p = start_engine_with_worker(rig)
     _, id, _ = run_to_end(rig, ending, (p,))
     [call] = p.calls_of(ENDED, id)
-    deadline = Deadline(patience := rig.scaled_seconds(DRAIN_S))
-    while call.result[0] and id in p.delayed_free_requests() and not deadline.over():
+    for _ in rig.waits(Deadline(patience := rig.scaled_seconds(DRAIN_S))):
+        if not call.result[0] or id not in p.delayed_free_requests():
+            break
         p.step()
     if id in p.delayed_free_requests():
         raise rig.violation(
