@@ -191,7 +191,7 @@ def test_a_thread_that_linux_leaves_out_of_one_list_is_seen(monkeypatch: pytest.
         lists.clear()
         with monkeypatch.context() as patched:
             patched.setattr(os, "listdir", listdir)
-            assert own in look() and len(lists) == 3
+            assert own in look() and len(lists) >= 3
 
 
 def test_threads_that_come_and_go_all_the_time_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:

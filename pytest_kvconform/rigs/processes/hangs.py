@@ -17,7 +17,7 @@ from pytest_kvconform.rigs.processes.stacks import Frame, is_hook
 
 LOOK_S = 2.0  # from the begin of a call to the first look at its stack; to each further look twice as long
 PATIENCE = 6  # times the deadline of a process in which hooks are still called
-LEFT_OUT_S = 300.0  # seconds of a case that its deadline does not count, at most: a store may save so slowly
+LEFT_OUT_S = 300.0  # most seconds of a case that its deadline does not count: a store may save for so long
 FEW = 40  # of a process that works for its deadline: a hook takes half a second then
 
 LOOK_AGAIN_S = 0.1  # between two looks whether an engine's start goes on
