@@ -43,6 +43,8 @@ class Case:
     applies: Callable[[Cell], bool]  # whether the case has a meaning in a cell
     # (cell, matrix) -> variants; str(variant) is the last word of the id
     variants: Callable[[Cell, str], Iterable[Any]]
+    # that the case observes, of the rig "peers"; None: the one that its variant names
+    scenarios: tuple[str, ...] | None
 
 
 def case(
@@ -51,13 +53,15 @@ def case(
     rig: str = "",
     applies: Callable[[Cell], bool] = lambda cell: True,
     variants: Callable[[Cell, str], Iterable[Any]] = lambda cell, matrix: (None,),
+    scenarios: tuple[str, ...] | None = (),
 ) -> Callable[[Body], Body]:
     """Register a function as a case. A variant of None adds no word to the id.
 
     The function is called as `body(bench, variant)` and must return Evidence. With `rig="scheduler"` it is
     called as `body(rig, variant)` in a process of its own that has vLLM, see
-    pytest_kvconform/rigs/scheduler/rig.py; the variant travels there. Raises ValueError if the rig has to be
-    named and is not.
+    pytest_kvconform/rigs/scheduler/rig.py; the variant travels there. With `rig="peers"` it names
+    the `scenarios` that it observes: a run has those of its cases. None stands for the one that the variant
+    names. Raises ValueError if the rig has to be named and is not.
     """
 
     def register(body: Body) -> Body:
@@ -67,7 +71,7 @@ def case(
             raise ValueError(f"{body.__name__}: a case of tier {tier} names its rig: {', '.join(rigs)}")
         where = rig or rigs[0]
         run = _on_scheduler_rig(body, rule) if where == "scheduler" else body
-        registered = Case(body.__name__, rule, tier, where, run, applies, variants)
+        registered = Case(body.__name__, rule, tier, where, run, applies, variants, scenarios)
         run.kv_case = registered  # type: ignore[attr-defined]
         return run
 

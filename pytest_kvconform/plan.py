@@ -56,6 +56,11 @@ class PlannedCase:
         return f"{PREFIX}{self.module}::{self.name}"
 
     @property
+    def scenarios(self) -> tuple[str, ...]:
+        """The names of the scenarios between peers that the case observes."""
+        return (self.variant,) if self.case.scenarios is None else self.case.scenarios
+
+    @property
     def level(self) -> Level:
         """The level of the verdict that the case counts for."""
         needed = (features.load()[name].level for name in features.required_features(self))
@@ -292,6 +297,14 @@ def _selectors(planned: PlannedCase) -> tuple[str, ...]:
     parts = planned.module.split("/")
     folders = [PREFIX + "/".join(parts[:end]) for end in range(1, len(parts) + 1)]
     return *folders, f"{folders[-1]}::{planned.case.name}", planned.id
+
+
+def scenarios_by_cell(planned: Iterable[PlannedCase]) -> dict[Cell, frozenset[str]]:
+    """Return the scenarios between peers that these cases observe in each cell."""
+    found: dict[Cell, frozenset[str]] = {}
+    for one in planned:
+        found[one.cell] = found.get(one.cell, frozenset()).union(one.scenarios)
+    return found
 
 
 # ---- order ------------------------------------------------------------------------------------------------

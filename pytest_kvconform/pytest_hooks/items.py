@@ -137,8 +137,9 @@ class CaseItem(pytest.Item):
 
     def _call_body(self) -> Evidence | CaseEnd:
         bench = self.runner.bench(self)
-        bench.use(self.planned.cell)
-        return self.planned.case.body(bench, self.planned.variant)
+        one = self.planned
+        bench.use(one.cell, one.scenarios, self.runner.scenarios.get(one.cell, ()))
+        return one.case.body(bench, one.variant)
 
     def runtest(self) -> None:
         assert self.result is not None

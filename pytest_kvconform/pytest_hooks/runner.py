@@ -19,9 +19,17 @@ from pytest_kvconform import extras, features, loading, rules
 from pytest_kvconform.apply_declaration import Criteria, apply_declaration
 from pytest_kvconform.case_outcome import CaseEnd
 from pytest_kvconform.declaration import check_known
-from pytest_kvconform.plan import BadSuite, Plan, PlannedCase, cell_of_id, make_plan, order_by_cell
+from pytest_kvconform.plan import (
+    BadSuite,
+    Plan,
+    PlannedCase,
+    cell_of_id,
+    make_plan,
+    order_by_cell,
+    scenarios_by_cell,
+)
 from pytest_kvconform.pytest_hooks.items import CaseItem, Suite
-from pytest_kvconform.result import Blocked, CaseResult, HarnessError, HookCall, Outcome
+from pytest_kvconform.result import Blocked, CaseResult, Cell, HarnessError, HookCall, Outcome
 from pytest_kvconform.rigs import services
 from pytest_kvconform.settings import BadSetting, Settings
 from pytest_kvconform.subject import Subject
@@ -81,6 +89,7 @@ class CaseRunner:
         self._plan: Plan | None = None
         self.left_out = 0  # cases that a conftest file or plugin left out, and that run nevertheless
         self._deselected: set[str] = set()  # ids that options of pytest left out
+        self.scenarios: dict[Cell, frozenset[str]] = {}  # between peers, that the selected cases observe
 
     @property
     def rules(self) -> dict[str, rules.Rule]:
@@ -246,6 +255,7 @@ class CaseRunner:
         cases = {item.planned.id: item for item in left}
         others = [item for item in items if not isinstance(item, CaseItem)]
         order = order_by_cell([item.planned for item in cases.values()], self.settings.seed)
+        self.scenarios = scenarios_by_cell(order)
         items[:] = [*others, *(cases[planned.id] for planned in order)]
         return result
 

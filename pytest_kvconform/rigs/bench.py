@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -86,9 +86,13 @@ class Bench:
         self.scheduler = SchedulerBench(self.context)
         self.serving = ServingBench(self.context)
 
-    def use(self, cell: Cell) -> None:
-        """Make a cell the current one. A new case begins."""
+    def use(self, cell: Cell, of_case: Iterable[str] = (), of_all: Iterable[str] = ()) -> None:
+        """Make a cell the current one. A new case begins.
+
+        `of_case`: the scenarios between peers that it observes; `of_all`: those of all cases of the cell.
+        """
         self.cell = cell
+        self.peers.expect(of_case, of_all)
         self.context.shown_calls.clear()
 
     def hook_calls(self) -> tuple[HookCall, ...]:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from pytest_kvconform import plan
 from pytest_kvconform.case_outcome import run_case, with_calls
 from pytest_kvconform.features import required_features
-from pytest_kvconform.plan import PlannedCase, make_plan, order_by_cell
+from pytest_kvconform.plan import PlannedCase, make_plan, order_by_cell, scenarios_by_cell
 from pytest_kvconform.result import (
     CaseResult,
     Evidence,
@@ -159,18 +159,16 @@ class CaseRunner:
         bench = Bench(
             self.zygote.address, resolve(settings), settings, self.probe(settings), lambda sentence: None
         )
+        selected = [
+            planned
+            for planned in _plan(settings.tier, settings.family, settings.topology, matrix, plan.version)
+            if planned.cell.setup == setup
+            and only(planned)
+            and (planned.variant is None or not variants or str(planned.variant) in variants.split())
+        ]
+        scenarios = scenarios_by_cell(selected)
         try:
-            return CellRun(
-                [
-                    _result(bench, planned)
-                    for planned in _plan(
-                        settings.tier, settings.family, settings.topology, matrix, plan.version
-                    )
-                    if planned.cell.setup == setup
-                    and only(planned)
-                    and (planned.variant is None or not variants or str(planned.variant) in variants.split())
-                ]
-            )
+            return CellRun([_result(bench, one, scenarios[one.cell]) for one in selected])
         finally:
             bench.close()
 
@@ -193,9 +191,9 @@ def _plan(
     return tuple(order_by_cell(make_plan(settings, ()).selected, settings.seed))
 
 
-def _result(bench: Bench, planned: PlannedCase) -> CaseResult:
+def _result(bench: Bench, planned: PlannedCase, scenarios: Collection[str]) -> CaseResult:
     def body() -> object:
-        bench.use(planned.cell)
+        bench.use(planned.cell, planned.scenarios, scenarios)
         return planned.case.body(bench, planned.variant)
 
     end = with_calls(run_case(body, planned.case.name), bench.hook_calls())

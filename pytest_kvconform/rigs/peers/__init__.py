@@ -2,13 +2,15 @@
 
 One P and one D that work do not show what a connector does when a peer is unreachable, silent, stopped or
 restarted, when a lease ends, or when one rank reports something else than the others. A scenario of this rig
-does: it is a generator over several engines, and cases judge what it returns. All scenarios of a cell run
-side by side, once, so that each deadline of the connector costs its time only once.
+does: it is a generator over several engines, and cases judge what it returns. The scenarios that the selected
+cases of a cell observe run side by side, once, so that each deadline of the connector costs its time only
+once, and one case alone does not start the engines of the others.
 
 The way of a scenario:
 
 1. A case calls `bench.peers.observe(cell, name)`. The first call of a cell (bench.py) starts the engines of
-   all its scenarios, as scenarios.py and rank_scenarios.py list them; those of `APART` when a case asks.
+   all scenarios that its cases declare (`@case`), as scenarios.py and rank_scenarios.py list them, and of
+   those that these need; those of `APART` when a case asks.
 2. stepping.py lets every engine step without waiting for it, and advances one scenario after the other.
 3. A scenario uses scenario_engines.py: P computes a prompt (`prefill`), D loads it (`decode`), and each part
    waits with `yield`. hostile_clients.py listens and never answers, or sends malformed messages.

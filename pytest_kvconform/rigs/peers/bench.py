@@ -1,8 +1,9 @@
-"""The bench of cases on peers: every scenario of a cell runs once, side by side with the others."""
+"""The bench of cases on peers: each scenario that cases of a cell observe runs once, beside the others."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +24,7 @@ from pytest_kvconform.rigs.peers.scenario_engines import (
 )
 from pytest_kvconform.rigs.peers.scenarios import APART, BAD, CUT, SCENARIOS
 from pytest_kvconform.rigs.peers.sleeping_peer import LIMIT
-from pytest_kvconform.rigs.peers.stepping import PeerScenario, RunningScenario, run_scenarios
+from pytest_kvconform.rigs.peers.stepping import PeerScenario, RunningScenario, run_scenarios, together
 from pytest_kvconform.rigs.processes.cores import own_core_wait
 
 # heartbeats prolong it by a third less, and a busy machine may keep an engine from stepping for a second
@@ -126,27 +127,36 @@ class PeerBench:
     def __init__(self, context: RunContext):
         self.context = context
         self._longer = 1  # how many times as long leases are, since a busy machine was too slow for them
-        # by cell, and whether they are those of `APART`
-        # of hooks, by cell and scenario
+        self._of_case, self._of_all = frozenset[str](), frozenset[str]()  # see `expect`
+        # by cell and scenario, as `_seen`: calls of hooks
         self._calls: dict[tuple[Cell, str], tuple[HookCall, ...]] = {}
-        self._seen: dict[tuple[Cell, bool], dict[str, ScenarioObservation] | Blocked | HarnessError] = {}
+        self._seen: dict[tuple[Cell, str], ScenarioObservation | Blocked | HarnessError] = {}
+
+    def expect(self, of_case: Iterable[str], of_all: Iterable[str]) -> None:
+        """Name the scenarios that the next case observes, and those that all cases of its cell do."""
+        self._of_case, self._of_all = frozenset(of_case), frozenset(of_all)
 
     def observe(self, cell: Cell, name: str) -> ScenarioObservation:
         """What a scenario shows in a cell.
 
-        The first call runs all of them, or all of `APART`. Raises Blocked where engines do not start.
+        The first call runs all that cases of the cell observe, or those of `APART`. Raises Blocked where
+        engines do not start, and HarnessError for a scenario that the case has not declared.
         """
-        key = cell, name in APART
-        if key not in self._seen:
+        if name not in self._of_case:
+            raise HarnessError(f"the case observes the scenario {name}, and does not declare it")
+        if (cell, name) not in self._seen:
+            every = APART if name in APART else SCENARIOS[cell.topology]
+            scenarios = together(every, self._of_all | {name})
             try:
-                self._seen[key] = self._run_until_judged(cell, APART if key[1] else SCENARIOS[cell.topology])
+                for one, seen in self._run_until_judged(cell, scenarios).items():
+                    self._seen[cell, one] = seen
             except (Blocked, HarnessError) as error:
-                self._seen[key] = error
-        found = self._seen[key]
+                self._seen |= {(cell, one): error for one in scenarios}
+        found = self._seen[cell, name]
         if isinstance(found, Exception):
             raise found
         self.context.shown_calls[:] = self._calls.get((cell, name), ())
-        return found[name]
+        return found
 
     @property
     def lease_s(self) -> float:
@@ -207,7 +217,9 @@ class PeerBench:
             if not scenario.waits_for_lease or not long_lease
         }
         self.context.running.end_all()  # the engines of other cells and rigs
-        self.context.progress(f"running {len(scenarios)} scenarios between peers, all at once")
+        count = len(scenarios)
+        what = f"{count} scenarios between peers, all at once" if count > 1 else "a scenario between peers"
+        self.context.progress(f"running {what}")
         engines = ScenarioEngines(self, cell, self.context.deadlines, self.lease_s)
         try:
             first = [

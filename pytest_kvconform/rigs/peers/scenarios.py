@@ -253,7 +253,7 @@ def garbage_messages(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngin
     lease was over, another D tries `again`.
     `numbers`: "waited": for so many seconds in the last try.
     """
-    senders = [engines.running[name] for name in ("unreachable_peer", "silent_peer")]
+    senders = [engines.running[name] for name in SCENARIOS["P1D1"]["garbage_messages"].beside]
     yield from until(
         lambda: engines.prefills_elsewhere == len(senders) or all(sender.done for sender in senders),
         p.deadline(engines.limits.request),
@@ -303,7 +303,9 @@ SCENARIOS: dict[str, dict[str, PeerScenario]] = {
         "unreachable_peer": PeerScenario(
             unreachable_peer, ("P", "D"), other_engines=("P3",), starts_early=True
         ),
-        "garbage_messages": PeerScenario(garbage_messages, ("P3", "D3")),
+        "garbage_messages": PeerScenario(
+            garbage_messages, ("P3", "D3"), beside=("unreachable_peer", "silent_peer")
+        ),
         "cut_connections": PeerScenario(cut_connections, ("P", "D10"), starts_early=True),
         "loading_past_lease": PeerScenario(loading_past_lease, ("P5", "D6"), waits_for_lease=True),
         "lease_ends_during_load": PeerScenario(lease_ends_during_load, ("P6", "D5"), waits_for_lease=True),

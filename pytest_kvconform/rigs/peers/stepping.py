@@ -14,7 +14,7 @@ import os
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -264,8 +264,21 @@ class PeerScenario:
     # each computes one prompt at the start; the scenario does not judge them
     other_engines: tuple[str, ...] = ()
     after: str = ""  # a scenario that ends before this one starts
+    beside: tuple[str, ...] = ()  # scenarios that this one needs while it runs
     waits_for_lease: bool = False  # whether it waits for a lease to end
     starts_early: bool = False  # while engines of other scenarios are still being started: it waits longest
+
+
+def together(every: dict[str, PeerScenario], names: Iterable[str]) -> dict[str, PeerScenario]:
+    """Return those of the scenarios that run where these do, by name, in the order of `every`: they
+    themselves, those that each comes after, and those beside it. Names that `every` lacks are left out.
+    """
+    found, todo = set[str](), every.keys() & names
+    while todo:
+        found |= todo
+        needed = {one for name in todo for one in (every[name].after, *every[name].beside) if one}
+        todo = needed - found
+    return {name: scenario for name, scenario in every.items() if name in found}
 
 
 @dataclass

@@ -25,7 +25,7 @@ GIVEN_UP = {
 AFTER = "P's process was stopped during a load of D, and went on: the next request of D"
 
 
-@case("KV-FAIL-004", rig="peers", applies=one_rank)
+@case("KV-FAIL-004", rig="peers", applies=one_rank, scenarios=("sleeping_peer",))
 def nothing_is_written_when_p_wakes(bench: Bench, variant: None) -> Evidence:
     """P's process is stopped during a load of D and goes on later: no byte of another request changes."""
     observed = completed(bench, "sleeping_peer", "KV-FAIL-004", "P12 D12")

@@ -69,6 +69,7 @@ def _freed(bench: Bench, name: str, rule: str, owns: str) -> ScenarioObservation
     rig="peers",
     applies=one_rank_of_d,
     variants=lambda cell, matrix: _variants(LEASE_ENDS, cell),
+    scenarios=None,
 )
 def load_after_the_lease_is_detected(bench: Bench, variant: str) -> Evidence:
     """D refuses the request or computes it, and uses nothing that P has written since the lease."""
@@ -91,7 +92,7 @@ def load_after_the_lease_is_detected(bench: Bench, variant: str) -> Evidence:
     return evidence(1, "requests", observed)
 
 
-@case("KV-LEASE-002", rig="peers", applies=one_rank_of_d)
+@case("KV-LEASE-002", rig="peers", applies=one_rank_of_d, scenarios=WITHOUT_FAULTS)
 def expired_lease_frees_blocks(bench: Bench, variant: None) -> Evidence:
     """P frees blocks that no peer reads when their lease ends: not before, soon after, and once."""
     observed = _with_short_lease(bench, "lease_ends_before_load", "KV-LEASE-002", "")
@@ -145,7 +146,7 @@ def _kept(bench: Bench, observed: ScenarioObservation, name: str, freed: float) 
     return kept
 
 
-@case("KV-LEASE-003", rig="peers", applies=one_rank_of_d)
+@case("KV-LEASE-003", rig="peers", applies=one_rank_of_d, scenarios=tuple(LEASE_ENDS))
 def late_notification_is_ignored(bench: Bench, variant: None) -> Evidence:
     """D reads, and notifies P, when P does not know the request any more.
 
@@ -170,6 +171,7 @@ def late_notification_is_ignored(bench: Bench, variant: None) -> Evidence:
     rig="peers",
     applies=one_rank_of_d,
     variants=lambda cell, matrix: _variants(WAITS, cell),
+    scenarios=None,
 )
 def blocks_are_kept_while_d_waits(bench: Bench, variant: str) -> Evidence:
     """A request that waits on D for longer than a lease finds P's blocks unchanged."""

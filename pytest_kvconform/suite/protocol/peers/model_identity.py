@@ -32,6 +32,7 @@ SAME = {"same": "the same model on P and D: a request of D"}
     rig="peers",
     applies=one_rank,
     variants=lambda cell, matrix: OTHERS if matrix != "quick" else OTHERS[:1],
+    scenarios=("another_model",),
 )
 def kv_of_another_model_is_not_loaded(bench: Bench, what: str) -> Evidence:
     """A D with another model refuses what P hands over, or computes it. A D like P loads it."""

@@ -9,7 +9,7 @@ from pytest_kvconform.result import Blocked, Evidence, NotApplicable, Violation
 from pytest_kvconform.rigs.bench import Bench
 from pytest_kvconform.rigs.context import RELEASE_S
 from pytest_kvconform.rigs.peers.messages import COMPUTED, FAILED, KNOWN, REPORTED, RankObservation
-from pytest_kvconform.rigs.peers.rank_scenarios import RANKS, moments
+from pytest_kvconform.rigs.peers.rank_scenarios import RANKS, SCENARIOS, moments
 from pytest_kvconform.rigs.peers.scenario_engines import ScenarioObservation, loaded_within_step
 from pytest_kvconform.suite._peer_observations import (
     RIGHT,
@@ -27,6 +27,7 @@ from pytest_kvconform.suite._peer_observations import (
 SENDING, RECVING = "sending", "recving"
 ENGINES = dict(zip("PD", RANKS, strict=True))
 OWNS = " ".join(RANKS)
+EVERY = tuple(sorted({name for scenarios in SCENARIOS.values() for name in scenarios}))
 ABORTED = {
     REPORTED: "when the ranks of D had reported its load, before update_from_output",
     KNOWN: "when the scheduler of D knew that its load had ended",
@@ -35,7 +36,7 @@ ABORTED = {
 }
 
 
-@case("KV-RANK-001", rig="peers")
+@case("KV-RANK-001", rig="peers", scenarios=EVERY)
 def each_rank_reports_once(bench: Bench, variant: None) -> Evidence:
     """Every rank reports every request once, whichever rank was slow, or as many as get_finished_count says.
 
@@ -104,7 +105,7 @@ def _counts(watched: RankObservation, where: str) -> Counter[str]:
     return Counter(request for report in watched.reports for request in getattr(report, where))
 
 
-@case("KV-RANK-002", rig="peers", variants=lambda cell, matrix: ("P", "D"))
+@case("KV-RANK-002", rig="peers", variants=lambda cell, matrix: ("P", "D"), scenarios=EVERY)
 def only_waiting_requests_are_reported(bench: Bench, role: str) -> Evidence:
     """A rank reports only requests that wait for a load, or whose blocks P keeps."""
     scenario, where = {"P": ("hand_overs", SENDING), "D": ("aborted_before_load", RECVING)}[role]
@@ -145,7 +146,7 @@ def _not_waiting(observed: ScenarioObservation, role: str) -> list[tuple[int, st
     ]
 
 
-@case("KV-RANK-003", rig="peers")
+@case("KV-RANK-003", rig="peers", scenarios=("failed_load",))
 def failed_load_is_reported_once(bench: Bench, variant: None) -> Evidence:
     """A request that one rank cannot load, and its blocks, are in one report of that rank."""
     observed = completed(bench, "failed_load", "KV-RANK-003", OWNS)
@@ -185,7 +186,7 @@ def failed_load_is_reported_once(bench: Bench, variant: None) -> Evidence:
     return evidence(looked_at, "calls", observed, reports=len(reports))
 
 
-@case("KV-RANK-004", rig="peers")
+@case("KV-RANK-004", rig="peers", scenarios=("load_on_idle_engine",))
 def load_ends_in_idle_steps(bench: Bench, variant: None) -> Evidence:
     """A load ends while D computes nothing."""
     observed = completed(bench, "load_on_idle_engine", "KV-RANK-004", OWNS)
@@ -213,7 +214,7 @@ def load_ends_in_idle_steps(bench: Bench, variant: None) -> Evidence:
     )
 
 
-@case("KV-RANK-005", rig="peers")
+@case("KV-RANK-005", rig="peers", scenarios=("aborted_during_load",))
 def aborted_load_is_reported_at_its_end(bench: Bench, variant: None) -> Evidence:
     """The load of an aborted request is reported when its last transfer has ended.
 
@@ -222,7 +223,12 @@ def aborted_load_is_reported_at_its_end(bench: Bench, variant: None) -> Evidence
     return _abort_waits(bench, "aborted_during_load", 0)
 
 
-@case("KV-RANK-005", rig="peers", applies=lambda cell: not one_rank_of_d(cell))
+@case(
+    "KV-RANK-005",
+    rig="peers",
+    applies=lambda cell: not one_rank_of_d(cell),
+    scenarios=("aborted_after_one_rank",),
+)
 def aborted_load_waits_for_the_last_rank(bench: Bench, variant: None) -> Evidence:
     """A load that all ranks but the last have reported when its request is aborted: its blocks are free when
     the last rank has reported it, too.
@@ -273,7 +279,12 @@ def _abort_waits(bench: Bench, scenario: str, first_held: int) -> Evidence:
     return evidence(observed.usage["after"].total_blocks, "blocks", observed)
 
 
-@case("KV-FAIL-008", rig="peers", variants=lambda cell, matrix: moments(matrix))
+@case(
+    "KV-FAIL-008",
+    rig="peers",
+    variants=lambda cell, matrix: moments(matrix),
+    scenarios=("aborted_at_end_of_load",),
+)
 def abort_at_the_end_of_a_load_frees_blocks(bench: Bench, moment: str) -> Evidence:
     """A request that is aborted in the step in which its load ends gives its blocks back."""
     return _gives_back(
@@ -285,7 +296,12 @@ def abort_at_the_end_of_a_load_frees_blocks(bench: Bench, moment: str) -> Eviden
     )
 
 
-@case("KV-FAIL-009", rig="peers", applies=lambda cell: not one_rank_of_d(cell))
+@case(
+    "KV-FAIL-009",
+    rig="peers",
+    applies=lambda cell: not one_rank_of_d(cell),
+    scenarios=("worker_fails_at_end_of_load",),
+)
 def reports_of_a_failed_step_may_come_later(bench: Bench, variant: None) -> Evidence:
     """The reports of a step in which a worker failed come with those of the next step."""
     return _gives_back(

@@ -20,7 +20,7 @@ from pytest_kvconform.suite._peer_observations import (
 RULE = "KV-SHUTDOWN-004"
 
 
-@case(RULE, rig="peers", applies=one_rank)
+@case(RULE, rig="peers", applies=one_rank, scenarios=("shutdown_during_load",))
 def nothing_is_written_after_shutdown(bench: Bench, variant: None) -> Evidence:
     """P's process is stopped during a load, and D shuts down. That ends, and nothing is written later."""
     observed = completed(bench, "shutdown_during_load", RULE, "D13")

@@ -22,7 +22,7 @@ AT_ONCE = "D loads from two P's at once: the request for KV of"
 PEERS = {"one": "the first P", "other": "the second P, whose pool is larger,"}
 
 
-@case("KV-PEER-009", rig="peers", applies=one_rank)
+@case("KV-PEER-009", rig="peers", applies=one_rank, scenarios=("two_peers",))
 def each_load_is_from_its_own_peer(bench: Bench, variant: None) -> Evidence:
     """D loads from two P's with pools of different sizes: in turn, twice from each, and at once from both."""
     rule = "KV-PEER-009"
@@ -37,7 +37,7 @@ def each_load_is_from_its_own_peer(bench: Bench, variant: None) -> Evidence:
     return evidence(rows, "rows", observed)
 
 
-@case("KV-BLOCKS-001", rig="peers", applies=one_rank)
+@case("KV-BLOCKS-001", rig="peers", applies=one_rank, scenarios=("two_readers", "two_peers"))
 def blocks_are_freed_whichever_d_loads(bench: Bench, variant: None) -> Evidence:
     """Two D's load from one P in turn, each twice, and one D from two P's in the same steps: each P frees the
     blocks after each load.

@@ -44,7 +44,13 @@ CUTS = {
 }
 
 
-@case("KV-PEER-001", rig="peers", applies=one_rank, variants=lambda cell, matrix: tuple(PLACES))
+@case(
+    "KV-PEER-001",
+    rig="peers",
+    applies=one_rank,
+    variants=lambda cell, matrix: tuple(PLACES),
+    scenarios=None,
+)
 def unreachable_peer_fails_only_its_request(bench: Bench, variant: str) -> Evidence:
     """Requests whose P cannot be reached end, and the next request of D is right."""
     observed = completed(bench, variant, "KV-PEER-001", OWNS[variant])
@@ -79,13 +85,25 @@ def unreachable_peer_fails_only_its_request(bench: Bench, variant: str) -> Evide
     return evidence(len(observed.decodes), "requests", observed)
 
 
-@case("KV-PEER-003", rig="peers", applies=one_rank, variants=lambda cell, matrix: tuple(PLACES))
+@case(
+    "KV-PEER-003",
+    rig="peers",
+    applies=one_rank,
+    variants=lambda cell, matrix: tuple(PLACES),
+    scenarios=None,
+)
 def unreachable_peer_delays_no_other_request(bench: Bench, variant: str) -> Evidence:
     """A request that D computes itself does not wait until the other request has failed."""
     return _not_delayed("KV-PEER-003", bench, variant, {"own": "a request that D computes itself"})
 
 
-@case("KV-PEER-004", rig="peers", applies=one_rank, variants=lambda cell, matrix: tuple(PLACES))
+@case(
+    "KV-PEER-004",
+    rig="peers",
+    applies=one_rank,
+    variants=lambda cell, matrix: tuple(PLACES),
+    scenarios=None,
+)
 def unreachable_peer_delays_no_other_load(bench: Bench, variant: str) -> Evidence:
     """A request from another peer does not wait, either."""
     return _not_delayed("KV-PEER-004", bench, variant, {"good": OTHER_LOADS[variant]})
@@ -118,7 +136,13 @@ def _not_delayed(rule: str, bench: Bench, scenario: str, others: dict[str, str])
     return evidence(len(others), "requests", observed)
 
 
-@case("KV-PEER-002", rig="peers", applies=one_rank, variants=lambda cell, matrix: ("met", "stranger"))
+@case(
+    "KV-PEER-002",
+    rig="peers",
+    applies=one_rank,
+    variants=lambda cell, matrix: ("met", "stranger"),
+    scenarios=("restarted_peer",),
+)
 def restarted_peer_is_a_new_engine(bench: Bench, variant: str) -> Evidence:
     """What the old engine has handed over is refused, computed by D, or arrives from a copy that outlives it.
 
@@ -144,7 +168,7 @@ def restarted_peer_is_a_new_engine(bench: Bench, variant: str) -> Evidence:
     return evidence(2, "requests", observed)
 
 
-@case("KV-PEER-006", rig="peers", applies=one_rank)
+@case("KV-PEER-006", rig="peers", applies=one_rank, scenarios=("restarted_peer",))
 def load_ends_when_p_dies(bench: Bench, variant: None) -> Evidence:
     """P is stopped while D loads from it, and killed: the request of D ends, and D goes on."""
     observed = completed(bench, "restarted_peer", "KV-PEER-006", "P2b D2")
@@ -172,6 +196,7 @@ def load_ends_when_p_dies(bench: Bench, variant: None) -> Evidence:
     rig="peers",
     applies=one_rank,
     variants=lambda cell, matrix: CUT if matrix != "quick" else ("answering",),
+    scenarios=("cut_connections",),
 )
 def broken_connection_fails_only_its_request(bench: Bench, moment: str) -> Evidence:
     """A request whose connections to P are reset ends, and later requests reach P."""
@@ -203,7 +228,13 @@ def _limit(bench: Bench) -> float:
     return REQUEST_S * bench.settings.timeout_scale
 
 
-@case("KV-PEER-005", rig="peers", applies=one_rank, variants=lambda cell, matrix: ("meeting", "reading"))
+@case(
+    "KV-PEER-005",
+    rig="peers",
+    applies=one_rank,
+    variants=lambda cell, matrix: ("meeting", "reading"),
+    scenarios=("stopped_peer",),
+)
 def start_load_kv_does_not_wait_for_p(bench: Bench, variant: str) -> Evidence:
     """start_load_kv returns at once while P is stopped, and the load succeeds when P goes on."""
     observed = completed(bench, "stopped_peer", "KV-PEER-005", "D2 P2")
@@ -246,7 +277,12 @@ def start_load_kv_does_not_wait_for_p(bench: Bench, variant: str) -> Evidence:
     )
 
 
-@case("KV-SIDE-001", rig="peers", applies=one_rank)
+@case(
+    "KV-SIDE-001",
+    rig="peers",
+    applies=one_rank,
+    scenarios=("hand_overs", "garbage_messages"),
+)
 def listener_survives_garbage_messages(bench: Bench, variant: None) -> Evidence:
     """After a thousand garbage messages P lives, and a new D loads what P has computed."""
     control = observe(bench, "hand_overs")  # first: a finding shows the calls of what was observed last

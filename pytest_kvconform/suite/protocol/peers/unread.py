@@ -20,13 +20,23 @@ def _of(reasons: tuple[str, ...], matrix: str) -> list[str]:
     return [why for why in unread(matrix) if why in reasons]
 
 
-@case("KV-ABORT-002", rig="peers", variants=lambda cell, matrix: _of(("waiting", "asked"), matrix))
+@case(
+    "KV-ABORT-002",
+    rig="peers",
+    variants=lambda cell, matrix: _of(("waiting", "asked"), matrix),
+    scenarios=("nothing_to_load",),
+)
 def abort_before_the_load_frees_p(bench: Bench, why: str) -> Evidence:
     """D aborts a request before it had a block: P frees the blocks that it keeps for it."""
     return _p_frees(bench, why, "KV-ABORT-002")
 
 
-@case("KV-HIT-001", rig="peers", variants=lambda cell, matrix: _of(("whole", "dropped"), matrix))
+@case(
+    "KV-HIT-001",
+    rig="peers",
+    variants=lambda cell, matrix: _of(("whole", "dropped"), matrix),
+    scenarios=("nothing_to_load",),
+)
 def p_is_freed_without_a_load(bench: Bench, why: str) -> Evidence:
     """D computes a prompt that P has computed: P frees the blocks that it keeps for it."""
     return _p_frees(bench, why, "KV-HIT-001")

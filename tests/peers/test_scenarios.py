@@ -1,0 +1,82 @@
+"""A run has the scenarios between peers that its cases observe, and those that these need."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pytest_kvconform.plan import make_plan
+from pytest_kvconform.result import Blocked, Cell, HarnessError
+from pytest_kvconform.rigs.peers.bench import PeerBench
+from pytest_kvconform.rigs.peers.scenarios import APART, SCENARIOS
+from pytest_kvconform.rigs.peers.stepping import together
+from pytest_kvconform.settings import Settings
+from tests.helpers.case_runner import CaseRunner
+
+from .conftest import LEASE, LEASE_S
+
+EVERY = SCENARIOS["P1D1"]
+
+
+@pytest.mark.parametrize(
+    ("name", "others"),
+    [
+        ("sleeping_peer", set()),
+        ("restarted_peer", {"stopped_peer"}),  # it comes after that one
+        ("garbage_messages", {"unreachable_peer", "silent_peer"}),  # it needs them beside it
+        ("load_on_idle_engine", {"hand_overs"}),
+        ("another_model", None),  # of `APART`
+    ],
+)
+def test_a_scenario_runs_with_those_that_it_needs(name: str, others: set[str] | None) -> None:
+    found = together(EVERY, {name})
+    assert set(found) == (set() if others is None else {name, *others})
+    assert list(found) == [one for one in EVERY if one in found]
+
+
+@pytest.mark.parametrize(
+    ("module", "runs"),
+    [
+        ("late_writes", [{"sleeping_peer"}]),
+        ("lease", [{one for one, scenario in EVERY.items() if scenario.waits_for_lease}]),
+        ("two_peers", [{"two_peers", "two_readers"}]),
+    ],
+)
+def test_a_module_runs_its_own_scenarios(
+    case_runner: CaseRunner, monkeypatch: pytest.MonkeyPatch, module: str, runs: list[set[str]]
+) -> None:
+    ran = []
+
+    def run(bench: PeerBench, cell: Cell, scenarios: dict[str, Any]) -> None:
+        ran.append(set(scenarios))
+        raise Blocked("no engine was started")
+
+    monkeypatch.setattr(PeerBench, "_run", run)
+    found = case_runner.run(
+        "Right",
+        "llama3_1_8b",
+        setup="b16",
+        matrix="full",
+        config=LEASE % LEASE_S,
+        only=lambda planned: planned.module == f"protocol/peers/{module}",
+    )
+    assert ran == runs
+    assert set(found.reasons.values()) == {"no engine was started"}
+
+
+def test_cases_declare_scenarios_that_exist() -> None:
+    plan = make_plan(Settings(connector="NixlConnector", tier=("protocol",), matrix="full"), ())
+    mine = [planned for planned in plan.selected if planned.case.rig == "peers"]
+    names = {name for scenarios in (APART, *SCENARIOS.values()) for name in scenarios}
+    assert {name for planned in mine for name in planned.scenarios} == names
+    for planned in mine:
+        known = {*APART, *SCENARIOS[planned.cell.topology]}
+        assert known.intersection(planned.scenarios), planned.id
+
+
+def test_a_case_observes_no_scenario_that_it_does_not_declare() -> None:
+    bench = PeerBench(None)  # type: ignore[arg-type]  # nothing is run
+    bench.expect(["stopped_peer"], EVERY)
+    with pytest.raises(HarnessError, match="observes the scenario silent_peer, and does not declare it"):
+        bench.observe(Cell("llama3_1_8b", "P1D1", "b16"), "silent_peer")
