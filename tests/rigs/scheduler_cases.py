@@ -230,7 +230,6 @@ def peer_ends(rig: Rig, method: str) -> Evidence:
     from pytest_kvconform.rigs.scheduler.live import engine, pair
 
     setattr(engine.LiveEngine, method, METHODS[method])
-    pair.ANSWER_S = 1.0
     with pair.live_engines(rig) as live:
         getattr(live.p, method)()
     return DONE
@@ -242,8 +241,7 @@ def worker_beside_ends(rig: Rig, method: str) -> Evidence:
     from pytest_kvconform.rigs.scheduler.live.worker_beside import Nursery
     from pytest_kvconform.rigs.scheduler.worker_half import WorkerHalf, single_rank_config
 
-    for owner, name, value in ((WorkerHalf, "construct", METHODS[method]), (Rig, "start_s", 2.0)):
-        setattr(owner, name, value)
+    WorkerHalf.construct = METHODS[method]  # type: ignore[method-assign, assignment]
     rig.nursery = Nursery(rig)
     rig.nursery.start("P", single_rank_config(rig, "P"), 0)
     return DONE

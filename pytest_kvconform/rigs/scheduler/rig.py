@@ -40,7 +40,6 @@ from model_matrix.geometries import Geometry, load_geometries
 from pytest_kvconform.result import Blocked, Cell, Finding, HarnessError, NotApplicable, Violation
 from pytest_kvconform.rigs.context import (
     SHORTER,
-    START_S,
     declared_addition,
     declared_amount,
     port_environment,
@@ -259,11 +258,6 @@ class Rig:
             seconds = max(0.0, min(took, left, LEFT_OUT_S - self.left_out))
             self.left_out += seconds
             self.host.hook.leave_out(seconds)
-
-    @property
-    def start_s(self) -> float:
-        """Seconds that the start of an engine in another process may take, as in the other tiers."""
-        return self.scaled_seconds(START_S)
 
     @property
     def settle_s(self) -> float:
