@@ -217,10 +217,9 @@ def test_a_case_leaves_out_no_more_than_it_waits(
     monkeypatch.setattr(rig_module, "own_core_wait", lambda: waited)
     began = now, waited
     counted = SimpleNamespace(left=lambda: 0.35 - (now - began[0]) + (waited - began[1]))
-    rig: Any = SimpleNamespace(
-        host=SimpleNamespace(hook=SimpleNamespace(leave_out=told.append)), left_out=before
-    )
-    for _ in Rig.waits(rig, counted):  # type: ignore[arg-type]
+    host: Any = SimpleNamespace(hook=SimpleNamespace(leave_out=told.append))
+    rig = Rig(host, scheduler_cases.RULE, left_out=before)
+    for _ in rig.waits(counted):  # type: ignore[arg-type]
         now, waited = now + part, waited + core
     assert sum(told) == pytest.approx(left_out) and rig.left_out == pytest.approx(before + left_out)
 

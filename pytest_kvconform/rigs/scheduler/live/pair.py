@@ -167,15 +167,21 @@ class Live:
     def settle(self, done: Callable[[], bool], what: str) -> None:
         """Step all engines in turn until `done()`. Raises Violation of the case's rule after a
         deadline without any change of a request's status.
+
+        Where every request has ended, saves may be under way: the case's deadline does not count these waits.
         """
-        limit, before, steps = self.rig.settle_s, None, 0
+        limit, steps = self.rig.settle_s, 0
+        before: list[dict[str, str]] | None = None
         pids = [os.getpid(), *(engine.pid for engine in self.engines if isinstance(engine, RemoteEngine))]
         deadline = Deadline(limit, pids)
         while not done():
             steps += 1
-            for engine in self.engines:
-                engine.step()
-            if (now := [engine.statuses() for engine in self.engines]) != before:
+            saving = before is not None and not any(before)
+            with self.rig.wait(deadline.left()) if saving else contextlib.nullcontext():
+                for engine in self.engines:
+                    engine.step()
+                now = [engine.statuses() for engine in self.engines]
+            if now != before:
                 before, deadline, steps = now, Deadline(limit, pids), 0
             elif deadline.over() and steps > (SETTLE_STEPS // 5 if self.rig.waited else SETTLE_STEPS):
                 waiting = [f"{id} is {status}" for found in now for id, status in found.items()]
