@@ -80,6 +80,31 @@ def waits_in_vain_for_leftovers(rig: Rig, variant: None) -> Evidence:
     return DONE
 
 
+class Saving:
+    """An engine that saves for so many seconds after its requests have ended, and calls no hook."""
+
+    def __init__(self, seconds: float):
+        self.end = time.monotonic() + seconds
+
+    def step(self) -> None:
+        time.sleep(0.05)
+
+    def statuses(self) -> dict[str, str]:
+        return {}
+
+    def is_idle(self) -> bool:
+        return time.monotonic() > self.end
+
+
+@case(RULE, rig="scheduler")
+def waits_for_saves(rig: Rig, seconds: float) -> Evidence:
+    from pytest_kvconform.rigs.scheduler.live.pair import Live
+
+    engine = Saving(seconds)
+    Live(rig, engine, engine).settle(engine.is_idle, "saves")
+    return DONE
+
+
 @case(RULE, rig="scheduler")
 def waits_for_its_device(rig: Rig, variant: None) -> Evidence:
     """As a process waits for a GPU that many others use."""

@@ -196,6 +196,11 @@ def test_a_case_that_waits_for_leftovers_does_not_hang(run: Run) -> None:
     assert run("waits_in_vain_for_leftovers", scale=0.108) == PASSED
 
 
+def test_a_case_whose_live_engine_still_saves_does_not_hang(run: Run) -> None:
+    """It saves for 3 s, and the deadline of the case is 1.09 s."""
+    assert run("waits_for_saves", 3.0, scale=0.109) == PASSED
+
+
 @pytest.mark.parametrize(
     ("part", "core", "before", "left_out"),
     [
