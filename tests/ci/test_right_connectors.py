@@ -46,7 +46,7 @@ WRONG = {
 }
 OTHERS = (
     {"TcpPull", "SavesBeforeReuse", "HoldsBlocks", "NoEvents", "SavesInBackground", "TakesItsTime"}
-    | {"FindsMuchLater", "MeetsFirst", "HearsOfEndsOfD"}
+    | {"FindsMuchLater", "MeetsFirst", "WantsAReceipt", "HearsOfEndsOfD"}
     | BASES
     | WRONG
 )

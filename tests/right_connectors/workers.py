@@ -23,6 +23,7 @@ Answer = tuple[int | None, bool]
 Ended = tuple[bool, dict[str, Any] | None]
 MEET_S = 5.0
 PEERS = 64  # that D remembers
+SOON = 100  # steps
 
 # ---- D asks its workers to meet P before it announces anything ----
 
@@ -100,6 +101,43 @@ class MeetsFirst(ReferenceConnector):
             if report.notified or report.missed or met
             else None
         )
+
+
+@dataclass
+class Receipt(Meeting):
+    heard: int = 0  # how many meetings of all ranks the scheduler half has heard of
+
+
+class WantsAReceipt(MeetsFirst):
+    """Its scheduler half confirms each report of its workers. A worker whose report is not confirmed soon
+    takes its engine for broken, and raises.
+    """
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any):
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.heard = 0  # scheduler half
+        self.said = self.steps = 0  # worker half
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        metadata = super().build_connector_meta(scheduler_output)
+        return Receipt(metadata.orders, metadata.meet, self.heard)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        super().update_connector_output(connector_output)
+        report = connector_output.kv_connector_worker_meta
+        self.heard += report.met.total() if isinstance(report, MetReport) else 0
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        metadata: Any = self._get_connector_metadata()
+        self.steps = 0 if metadata.heard >= self.said * self.size else self.steps + 1
+        if self.steps > SOON:
+            raise RuntimeError("the scheduler half has not heard what this worker reported")
+        super().start_load_kv(forward_context, **kwargs)
+
+    def build_connector_worker_meta(self) -> Any:
+        report = super().build_connector_worker_meta()
+        self.said += report.met.total() if isinstance(report, MetReport) else 0
+        return report
 
 
 class MeetsNobody(MeetsFirst):

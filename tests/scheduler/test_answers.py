@@ -86,6 +86,20 @@ def test_an_answer_that_waits_for_own_workers_is_told_from_one_that_never_comes(
         assert finding.rule == "KV-MATCH-006" and finding.happened.endswith("cmpl-D0-0000: it waits")
 
 
+def test_what_a_connector_does_without_reports_that_vllm_always_makes_is_no_mistake(
+    run_cases: Callable[..., CellRun],
+) -> None:
+    """It raises in the run that withholds them. With them the answer comes."""
+    case, name = "none_is_followed_by_an_answer", "tests.right_connectors.workers:WantsAReceipt"
+    run = run_cases(
+        name, "llama3_1_8b", variants="handed_over", only=lambda planned: planned.case.name == case
+    )
+    assert run.outcomes == {f"{case}[handed_over]": "BLOCKED"}, run.findings
+    [reason] = run.reasons.values()
+    begin = "get_num_new_matched_tokens may wait for the connector's own workers: without their reports "
+    assert reason.startswith(begin) and "raised RuntimeError: the scheduler half has not heard" in reason
+
+
 @pytest.mark.parametrize(
     ("connector", "outcome"), [("workers:MeetsFirst", "BLOCKED"), ("workers:SaysNothing", "FAIL")]
 )

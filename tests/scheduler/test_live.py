@@ -14,8 +14,8 @@ from tests.helpers.wrong import Wrong
 
 FOLDER = "protocol/stress/"
 STORES = (
-    "BlockStore LaterStore IgnoresPreemptions ExtendsResumedTables CountsOnTheOrder CountsFromTheEnd "
-    "KeysOfEmbeds KeepsResults"
+    "BlockStore LaterStore SlowStore IgnoresPreemptions ExtendsResumedTables CountsOnTheOrder "
+    "CountsFromTheEnd KeysOfEmbeds KeepsResults"
 ).split()
 
 
@@ -160,6 +160,12 @@ def test_a_right_connector_passes(run: Run, connector: str) -> None:
             (result.reason, result.finding) for result in found.results if result.outcome != "PASS"
         ]
         assert found.outcomes
+
+
+def test_blocks_may_be_kept_for_saves_longer_than_the_deadline_of_a_case(run: Run) -> None:
+    """They are kept twelve times for 1.6 s. At this scale a case has 9 s while hooks are called."""
+    found = run("SlowStore", case=BOUNDED, scale=0.15)
+    assert found.outcomes == {BOUNDED: "PASS"}, (found.reasons, found.findings)
 
 
 def test_data_parallel_ranks_of_a_model_with_experts_are_told_apart(run: Run) -> None:

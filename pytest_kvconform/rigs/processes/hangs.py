@@ -6,13 +6,15 @@ the same line of the same hook has no long wait. A process that goes on calling 
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from multiprocessing.connection import Connection
 
 from pytest_kvconform.rigs.processes.child import ChildProcess, poll
 from pytest_kvconform.rigs.processes.cores import Deadline
+from pytest_kvconform.rigs.processes.logs import write_stack
 from pytest_kvconform.rigs.processes.stacks import Frame, is_hook
 
 LOOK_S = 2.0  # from the begin of a call to the first look at its stack; to each further look twice as long
@@ -22,7 +24,8 @@ FEW = 40  # of a process that works for its deadline: a hook takes half a second
 
 LOOK_AGAIN_S = 0.1  # between two looks whether an engine's start goes on
 
-NAME_BYTES, COUNT_BYTES = 64, 8  # of a running hook
+NAME_BYTES, COUNT_BYTES = 64, 8  # of a running hook, and of a judged process
+NOTED, JUDGED = NAME_BYTES + 2 * COUNT_BYTES, 2 * NAME_BYTES + 3 * COUNT_BYTES  # ends of both in the memory
 # Hooks of an engine's start, by the beginnings of their names.
 STARTS = ("__init__", "register_kv_caches", "set_xfer_handshake_metadata", "init_device")
 DEVICE = "init_device"  # of vLLM's worker: no hook, but it starts CUDA, for which processes wait in turn
@@ -30,31 +33,75 @@ QUIET, BUSY, UNSTARTED = "quiet", "busy", "unstarted"  # how a process is late
 
 
 class RunningHook:
-    """Which hook of the connector a forked process runs, how many it has begun or ended, and how many of its
-    seconds do not count.
+    """Which hook of the connector a forked process runs, how many it has begun or ended, how many of its
+    seconds do not count, and which process is to be judged if it is late.
 
-    The memory is shared with the process that forked it.
+    The memory is shared with the process that forked it, and with those that it forks.
     """
 
     def __init__(self) -> None:
-        self._memory = mmap.mmap(-1, NAME_BYTES + 2 * COUNT_BYTES)
+        self._memory = mmap.mmap(-1, JUDGED)
+        self._beside = False
         self._began = 0.0  # when the process that notes hooks began one of a start; 0.0: it runs none
 
     def note(self, hook: str) -> None:
-        """Note which hook runs now; "": none."""
+        """Note which hook runs now; "": none. Notes nothing in a block of `beside`."""
+        if self._beside:
+            return
         now = time.monotonic()
         started = now - self._began if self._began else 0.0
         self._began = now if hook.startswith(STARTS) else 0.0
         self._memory[:NAME_BYTES] = hook.encode()[:NAME_BYTES].ljust(NAME_BYTES)
         self._write(self.count() + 1, self.uncounted_s() + started)
 
+    @contextlib.contextmanager
+    def beside(self) -> Iterator[None]:
+        """Note no hook of this process, as long as the block lasts: another process is to come to an end, and
+        hooks that are called here meanwhile do not show that it goes on.
+        """
+        self._beside = True
+        try:
+            yield
+        finally:
+            self._beside = False
+
+    @contextlib.contextmanager
+    def judging(self, pid: int = 0, what: str = "") -> Iterator[None]:
+        """Judge another process than that of the case, which waits for it, as long as the block lasts."""
+        before = self._memory[NOTED:JUDGED]
+        self.judge(pid, what)
+        try:
+            yield
+        finally:
+            self._memory[NOTED:JUDGED] = before
+
+    def judge(self, pid: int = 0, what: str = "") -> None:
+        """Judge this process from now on; 0: that of the case. `what`: the process, as the subject of a
+        sentence.
+        """
+        name = what.encode()[:NAME_BYTES].ljust(NAME_BYTES)
+        self._memory[NOTED:JUDGED] = pid.to_bytes(COUNT_BYTES, "little") + name
+
+    def judged(self) -> str:
+        """The process that is judged, as the subject of a sentence; "": that of the case."""
+        return self._memory[NOTED + COUNT_BYTES : JUDGED].rstrip(b"\0 ").decode()
+
+    def write_stack(self, pid: int) -> None:
+        """Let the process that is judged write its stack. `pid`: that of the case."""
+        judged = int.from_bytes(self._memory[NOTED : NOTED + COUNT_BYTES], "little")
+        try:
+            write_stack(judged or pid)
+        except ProcessLookupError:  # it has just ended
+            self.judge()
+            write_stack(pid)
+
     def leave_out(self, seconds: float) -> None:
         """Do not count so many seconds, in which a case has waited. Hooks may have run meanwhile."""
         self._write(self.count(), self.uncounted_s() + seconds)
 
     def _write(self, count: int, uncounted_s: float) -> None:
-        numbers = count, int(uncounted_s * 1e6)
-        self._memory[NAME_BYTES:] = b"".join(number.to_bytes(COUNT_BYTES, "little") for number in numbers)
+        numbers = (number.to_bytes(COUNT_BYTES, "little") for number in (count, int(uncounted_s * 1e6)))
+        self._memory[NAME_BYTES:NOTED] = b"".join(numbers)
 
     def name(self) -> str:
         """The hook that runs now; "": none."""
@@ -72,7 +119,7 @@ class RunningHook:
         """Seconds of the process that do not count: those of hooks of an engine's start that have ended, and
         those that `leave_out` was told.
         """
-        return int.from_bytes(self._memory[NAME_BYTES + COUNT_BYTES :], "little") / 1e6
+        return int.from_bytes(self._memory[NAME_BYTES + COUNT_BYTES : NOTED], "little") / 1e6
 
     def wait(
         self, line: Connection, seconds: float, pids: tuple[int, ...], start_s: float = 0.0

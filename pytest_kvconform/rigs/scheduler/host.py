@@ -38,7 +38,7 @@ from pytest_kvconform.rigs.missing import waits_for_server
 from pytest_kvconform.rigs.processes import linux
 from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.processes.hangs import BUSY, DEVICE, QUIET, UNSTARTED, RunningHook
-from pytest_kvconform.rigs.processes.logs import last_lines, text_since, write_stack
+from pytest_kvconform.rigs.processes.logs import last_lines, text_since
 from pytest_kvconform.rigs.processes.stacks import COLLECTING, last_stacks, most_telling_stack, place_of_del
 from pytest_kvconform.rigs.processes.zygote import GONE_S, has_ended
 from pytest_kvconform.rigs.scheduler.case_process import serve_one_case
@@ -49,6 +49,8 @@ from pytest_kvconform.rigs.scheduler.violations import (
     NOT_ENDED,
     NOT_SHOWN,
     RAISES,
+    death_of,
+    hook_in,
     is_in_connector,
 )
 from pytest_kvconform.rigs.vllm_setup.engine_config import geometry_config, kv_cache_config_of_scheduler
@@ -225,6 +227,7 @@ class Host:
         pid, line = self._spare or self._fork()
         log_from = os.lseek(2, 0, os.SEEK_END)
         self.note_running_hook("")
+        self.hook.judge()
         with contextlib.suppress(OSError):
             line.send((module, function, rule, variant, self._waited))
         self._spare, self._killed = self._fork(), [pid]  # the next child, while this one works
@@ -234,7 +237,7 @@ class Host:
             with contextlib.suppress(Exception):  # the child has ended, or its message cannot be read
                 end, leaves = line.recv()
         else:
-            write_stack(pid)
+            self.hook.write_stack(pid)
         line.close()
         self._waited |= end is not None and end.finding is not None and NOT_ENDED in end.finding.happened
         if leaves:
@@ -254,7 +257,7 @@ class Host:
         if late == BUSY:
             hooks = "the case still calls hooks of the connector: try --kv-timeout-scale"
             return end_of(Blocked(f"after {waited_s:g} s {hooks}")), late
-        how = _death(status) if not late else f"did not end within {waited_s:g} s"
+        how = death_of(status) if not late else f"did not end within {waited_s:g} s"
         if late and self.hook.name() == DEVICE:
             return end_of(Blocked(f"vLLM's worker {how}, in {DEVICE}: try fewer workers with -n")), BUSY
         found, text = self._died(how, log_from, bool(late)), text_since(log_from)
@@ -291,7 +294,8 @@ class Host:
         return pid, ours
 
     def _died(self, how: str, log_from: int, hangs: bool) -> Finding:
-        hook, text = self.running_hook(), text_since(log_from)
+        text = text_since(log_from)
+        hook = hook_in(text, self.running_hook())
         ours = f"{os.sep}pytest_kvconform{os.sep}"
         # of the thread that died or hangs: other threads of a connector may only wait
         frame = next(((file, line) for file, line, _ in last_stacks(text) if ours not in file), None)
@@ -300,7 +304,8 @@ class Host:
         place, diagnosis = in_del or "outside of any hook", WAITS if in_del and hangs else ""
         if hook and in_del != COLLECTING:
             place, diagnosis = f"in {hook}", f"the connector's {hook} ends or stops the engine's process"
-        happened = f"the process of vLLM's scheduler {how}, {place}{where}"
+        process = (hangs and self.hook.judged()) or "the process of vLLM's scheduler"
+        happened = f"{process} {how}, {place}{where}"
         return Finding(rule=DIES, happened=happened, diagnosis=diagnosis, log=last_lines(text))
 
 
@@ -328,12 +333,6 @@ def configuration(
         config.cache_config.kv_cache_layout = memory.layout or "LBHNC"
     register_all_kvcache_specs(config)
     return config
-
-
-def _death(status: int) -> str:
-    if os.WIFSIGNALED(status):
-        return f"died of {signal.Signals(os.WTERMSIG(status)).name}"
-    return f"ended with exit code {os.WEXITSTATUS(status)}"
 
 
 def _kill(pid: int) -> None:

@@ -27,6 +27,7 @@ numbers below 257, such as ranks and layers, are no block ids.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import time
@@ -40,7 +41,6 @@ from model_matrix.geometries import Geometry, load_geometries
 from pytest_kvconform.result import Blocked, Cell, Finding, HarnessError, NotApplicable, Violation
 from pytest_kvconform.rigs.context import (
     SHORTER,
-    START_S,
     declared_addition,
     declared_amount,
     port_environment,
@@ -247,23 +247,24 @@ class Rig:
         return seconds * self.host.spec.timeout_scale
 
     def waits(self, deadline: Deadline) -> Iterator[None]:
-        """Yield until a deadline is over. The deadline of the case itself does not count these seconds.
-
-        They are left out after each yield, and LEFT_OUT_S of a case in all. No deadline counts those in which
-        this thread waits for a core, so they are not left out again.
-        """
+        """Yield until a deadline is over. The deadline of the case itself does not count these seconds."""
         while (left := deadline.left()) > 0:
-            began, waited = time.monotonic(), own_core_wait()
-            yield
-            took = time.monotonic() - began - (own_core_wait() - waited)
-            seconds = max(0.0, min(took, left, LEFT_OUT_S - self.left_out))
-            self.left_out += seconds
-            self.host.hook.leave_out(seconds)
+            with self.wait(left):
+                yield
 
-    @property
-    def start_s(self) -> float:
-        """Seconds that the start of an engine in another process may take, as in the other tiers."""
-        return self.scaled_seconds(START_S)
+    @contextlib.contextmanager
+    def wait(self, most: float) -> Iterator[None]:
+        """Do not count the seconds of a block for the deadline of the case itself, at most so many.
+
+        They are left out when the block ends, and LEFT_OUT_S of a case in all. No deadline counts those in
+        which this thread waits for a core, so they are not left out again.
+        """
+        began, waited = time.monotonic(), own_core_wait()
+        yield
+        took = time.monotonic() - began - (own_core_wait() - waited)
+        seconds = max(0.0, min(took, most, LEFT_OUT_S - self.left_out))
+        self.left_out += seconds
+        self.host.hook.leave_out(seconds)
 
     @property
     def settle_s(self) -> float:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import traceback
 
 from pytest_kvconform.result import Finding, Violation
 from pytest_kvconform.rigs.context import SubjectFacts
 from pytest_kvconform.rigs.engine.control import shows_connector
-from pytest_kvconform.rigs.processes.stacks import last_stacks, place_of_del
+from pytest_kvconform.rigs.processes.stacks import is_hook, last_stacks, place_of_del
+from pytest_kvconform.rigs.vllm_setup.hooks import IN_STACKS
 
 # Rules that are broken whatever the case is about: a hook raises, its process dies
 # or hangs, vLLM's scheduler stops.
@@ -17,6 +20,7 @@ RULES_OF_HOOKS = {"update_connector_output": "KV-LOAD-003", "reset_cache": "KV-L
 # Hooks of an engine's start. One that raises with a message keeps the engine from
 # starting: so a connector declines.
 START_HOOKS = ("register_kv_caches", "set_xfer_handshake_metadata")
+SEVERAL = ("a step ", "the hooks ")  # so begins what is noted where vLLM calls several hooks
 NOT_ENDED = "did not come to their end"  # in the finding of a case that has waited in vain
 NOT_SHOWN = ": no code of the connector is in its stack, so nobody knows whose fault that is"  # of a hang
 # A line of vLLM's scheduler that asserts something -> what the connector did most likely.
@@ -69,6 +73,23 @@ def is_in_connector(text: str, hook: str, facts: SubjectFacts) -> bool:
     `text`: its log, with its stack. `hook`: the hook that it has noted, "": none.
     """
     return bool(hook or place_of_del(text)) or shows_connector(last_stacks(text), facts)
+
+
+def hook_in(text: str, noted: str) -> str:
+    """The hook in which a process hangs or has died; "": none. `text`: its log. `noted`: what it has noted.
+
+    Its stack tells which one, if it has noted several at once, or none.
+    """
+    if noted and not noted.startswith(SEVERAL):
+        return noted
+    return next((frame[2] for frame in last_stacks(text) if is_hook(frame, IN_STACKS)), noted)
+
+
+def death_of(status: int) -> str:
+    """How a process has ended, by its wait status."""
+    if os.WIFSIGNALED(status):
+        return f"died of {signal.Signals(os.WTERMSIG(status)).name}"
+    return f"ended with exit code {os.WEXITSTATUS(status)}"
 
 
 def location_of(error: BaseException) -> str:

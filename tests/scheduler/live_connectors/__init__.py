@@ -4,5 +4,6 @@
 from tests.right_connectors.designs import LayerWise, Rendezvous
 
 from .handovers import *
+from .hangs import *
 from .sleepers import *
 from .stores import *

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 Key = tuple[Any, ...]
+SAVE_S = 1.6  # that SlowStore keeps the blocks of a request
 SAVED: dict[tuple[Key, str], torch.Tensor] = {}  # (key of a block, layer) -> its content
 
 
@@ -160,6 +162,28 @@ class LaterStore(BlockStore):
         self.kept |= self.plan().kept
         done = self.kept - {name for name, _, _ in self.queue}
         self.kept -= done
+        return KVConnectorTransferResults(done, set(), set())
+
+
+class SlowStore(LaterStore):
+    """Right: writes the blocks of each request to a slow place when it has ended, and keeps them so long."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any):
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.due: dict[str, float] = {}  # worker half: request -> when its blocks are written
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:
+        super().request_finished(request, block_ids)
+        self.kept.add(request.request_id)
+        return True, None
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        now = time.monotonic()
+        for name in super().get_transfer_results(finished_req_ids).finished_sending:
+            self.due[name] = now + SAVE_S
+        done = {name for name, due in self.due.items() if due <= now}
+        for name in done:
+            del self.due[name]
         return KVConnectorTransferResults(done, set(), set())
 
 

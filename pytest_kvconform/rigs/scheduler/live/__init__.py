@@ -13,7 +13,7 @@ complete.
 | `pair` | `live_engines`: P and D (a store: one engine), P in a forked process |
 | `answers` | `waits_for_own_workers`: whether the connector's answers wait for reports of its own workers |
 | `worker_beside` | a worker half in a process of its own, for a scheduler half that asks it |
-| `ends` | whose doing it is that one of these processes hangs, or has ended |
+| `ends` | whose doing it is that one of these processes has ended |
 | `clocks` | the clocks of a process, which a case may set |
 | `sizes` | what both halves remember: containers that grow with the number of requests |
 """

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-from pytest_kvconform.result import Evidence, NotApplicable, Violation
+from pytest_kvconform.result import Blocked, Evidence, NotApplicable, Violation
 from pytest_kvconform.rigs.scheduler.connector_class import connector_class
 
 if TYPE_CHECKING:
@@ -32,7 +32,9 @@ def waits_for_own_workers(rig: Rig, heard: bool) -> Evidence:
 
     Raises Blocked if the worker half cannot run on this machine, and NotApplicable instead if its class has
     no such reports. Raises NotApplicable if all requests end unheard, and Violation if one does not end
-    though the reports are heard.
+    though the reports are heard. Raises Blocked if another rule is broken unheard, as where a hook raises:
+    vLLM's workers report in every step, and a connector may rely on it (v1/worker/gpu/kv_connector.py:
+    ActiveKVConnector.post_forward).
     """
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
@@ -47,11 +49,14 @@ def waits_for_own_workers(rig: Rig, heard: bool) -> Evidence:
         if not heard:
             _drop_reports(live.d.side)
         for owner, length in enumerate(LENGTHS):
-            id = _let_d_load(rig, live, owner, length)
+            id = ""
             try:
+                id = _let_d_load(rig, live, owner, length)
                 live.settle(functools.partial(live.d.ended, [id]), "a request of D")
             except Violation as violation:
-                if heard or violation.finding.rule != rig.rule or id not in live.d.side.recorder.unsure:
+                if not heard and violation.finding.rule != rig.rule:
+                    raise Blocked(f"without their reports {violation.finding.happened}") from None
+                if heard or id not in live.d.side.recorder.unsure:
                     raise
                 return Evidence(looked_at=owner + 1, unit="requests")
     if not heard:

@@ -1,4 +1,4 @@
-"""Whose doing it is that a process which a case has forked hangs, or has ended."""
+"""Whose doing it is that a process which a case has forked has ended."""
 
 from __future__ import annotations
 
@@ -6,25 +6,13 @@ import os
 import signal
 from typing import TYPE_CHECKING
 
-from pytest_kvconform.result import Blocked, ProcessKilled
+from pytest_kvconform.result import ProcessKilled
 from pytest_kvconform.rigs.processes.cores import Deadline
-from pytest_kvconform.rigs.processes.logs import text_since, write_stack
 from pytest_kvconform.rigs.processes.zygote import GONE_S, has_ended
-from pytest_kvconform.rigs.scheduler.violations import DIES, NOT_SHOWN, is_in_connector
+from pytest_kvconform.rigs.scheduler.violations import DIES
 
 if TYPE_CHECKING:
     from pytest_kvconform.rigs.scheduler.rig import Rig
-
-
-def hang(rig: Rig, pid: int, sentence: str) -> Exception:
-    """The exception for a process that hangs, with this sentence.
-
-    Violation if code of the connector is in its stack, Blocked if none is.
-    """
-    text = text_since(write_stack(pid))
-    if is_in_connector(text, rig.host.running_hook(), rig.host.spec.facts):
-        return rig.violation(DIES, sentence)
-    return Blocked(f"{sentence}{NOT_SHOWN}")
 
 
 def end(rig: Rig, pid: int, what: str, sentence: str) -> Exception:

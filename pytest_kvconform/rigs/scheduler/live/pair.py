@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_kvconform.case_outcome import end_of, error_of
 from pytest_kvconform.rigs.engine.router import transfer_id_of
-from pytest_kvconform.rigs.processes.child import poll
 from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.processes.linux import die_with_parent
 from pytest_kvconform.rigs.scheduler.live import ends
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
     from pytest_kvconform.rigs.scheduler.rig import Rig
 
 ALONE_S = 0.02  # for which a step of P lasts before D steps, too
-ANSWER_S = 20.0  # that one call of an engine may take; times --kv-timeout-scale
 SETTLE_STEPS = 400  # of every engine without progress, in which requests must come to their end
 STEPPING = "stepping"  # in place of a method: wait for some seconds, then step until the next message
 
@@ -40,6 +38,7 @@ class RemoteEngine:
 
     def __init__(self, rig: Rig, spec: LiveSpec):
         self.rig, self.spec = rig, spec
+        self.process = f"the process of {spec.role}'s engine"
         self.peer: LiveEngine | None = None
         config = live_config(rig, spec)
         self._line, theirs = Pipe()
@@ -89,27 +88,26 @@ class RemoteEngine:
             self._line.send((name, args, kwargs))
 
     def _answer(self, name: str) -> Any:
-        """What the engine has answered to a call. Raises what it has raised."""
-        seconds = self.rig.start_s if name == "__init__" else self.rig.scaled_seconds(ANSWER_S)
-        deadline = Deadline(seconds, (self.pid,))
-        if self.peer is None or name != "step" or self._line.poll(ALONE_S):
-            return self._received(name, deadline)
-        # when its own step is over, it goes on: the peer may load within a step, too
-        loads = self.peer.side.scheduler.has_requests()
-        with self.stepping() if loads else contextlib.nullcontext():
-            while not self._line.poll(ALONE_S) and not deadline.over():
-                self.peer.side.step()
-            return self._received(name, deadline)
+        """What the engine has answered to a call. Raises what it has raised. Waits without a deadline: the
+        scheduler host process judges the engine if the case is late.
+        """
+        hook = self.rig.host.hook
+        with hook.judging(self.pid, self.process):
+            if self.peer is None or name != "step" or self._line.poll(ALONE_S):
+                return self._received(name)
+            # when its own step is over, it goes on: the peer may load within a step, too
+            loads = self.peer.side.scheduler.has_requests()
+            with self.stepping() if loads else contextlib.nullcontext():
+                while not self._line.poll(ALONE_S):
+                    with hook.beside():
+                        self.peer.side.step()
+                return self._received(name)
 
-    def _received(self, name: str, deadline: Deadline) -> Any:
-        if not poll(self._line, deadline):
-            hangs = f"the engine of {self.spec.role} hangs in `{name}`, and answers no more"
-            raise ends.hang(self.rig, self.pid, hangs)
+    def _received(self, name: str) -> Any:
         try:
             word, value = self._line.recv()
         except (EOFError, OSError):
-            process = f"the process of {self.spec.role}'s engine"
-            raise ends.end(self.rig, self.pid, process, f"{process} ended in `{name}`") from None
+            raise ends.end(self.rig, self.pid, self.process, f"{self.process} ended in `{name}`") from None
         if word == "returned":
             return value
         raise error_of(value)
@@ -130,7 +128,8 @@ def _serve(rig: Rig, spec: LiveSpec, config: Any, line: Connection) -> None:
                     if name == STEPPING:  # this process waits: a hook of the other may keep Python's lock
                         over = line.poll(*args)
                         while not (over or line.poll()):
-                            engine.step()
+                            with rig.host.hook.beside():
+                                engine.step()
                         continue
                     answer = "returned", getattr(engine, name)(*args, **kwargs)
             except EOFError:
@@ -168,15 +167,21 @@ class Live:
     def settle(self, done: Callable[[], bool], what: str) -> None:
         """Step all engines in turn until `done()`. Raises Violation of the case's rule after a
         deadline without any change of a request's status.
+
+        Where every request has ended, saves may be under way: the case's deadline does not count these waits.
         """
-        limit, before, steps = self.rig.settle_s, None, 0
+        limit, steps = self.rig.settle_s, 0
+        before: list[dict[str, str]] | None = None
         pids = [os.getpid(), *(engine.pid for engine in self.engines if isinstance(engine, RemoteEngine))]
         deadline = Deadline(limit, pids)
         while not done():
             steps += 1
-            for engine in self.engines:
-                engine.step()
-            if (now := [engine.statuses() for engine in self.engines]) != before:
+            saving = before is not None and not any(before)
+            with self.rig.wait(deadline.left()) if saving else contextlib.nullcontext():
+                for engine in self.engines:
+                    engine.step()
+                now = [engine.statuses() for engine in self.engines]
+            if now != before:
                 before, deadline, steps = now, Deadline(limit, pids), 0
             elif deadline.over() and steps > (SETTLE_STEPS // 5 if self.rig.waited else SETTLE_STEPS):
                 waiting = [f"{id} is {status}" for found in now for id, status in found.items()]

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import traceback
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -21,9 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from pytest_kvconform.case_outcome import CaseEnd, end_of, error_of
 from pytest_kvconform.result import HarnessError
-from pytest_kvconform.rigs.processes.child import poll
-from pytest_kvconform.rigs.processes.cores import Deadline
-from pytest_kvconform.rigs.processes.linux import children_of, die_with_parent
+from pytest_kvconform.rigs.processes.linux import die_with_parent
 from pytest_kvconform.rigs.scheduler.live import ends
 from pytest_kvconform.rigs.scheduler.worker_half import WorkerHalf, single_rank_config
 
@@ -47,16 +44,12 @@ class Nursery:
         """Start a worker half, and wait until its KV caches are registered.
 
         `engine`: the VllmConfig of the scheduler. `port`: number of its port. Raises what the worker half
-        raises, and what `ends.hang` returns if its start does not end.
+        raises. Waits without a deadline: the scheduler host process judges the worker half if it is late.
         """
         try:
-            self._line.send((role, engine.kv_transfer_config, engine.model_config, port))
-            if not poll(self._line, Deadline(self._rig.start_s, (self._pid,))):
-                youngest = max(children_of(self._pid), default=self._pid)
-                hangs = ends.hang(self._rig, youngest, f"the start of {role}'s worker half does not end")
-                os.kill(self._pid, signal.SIGKILL)  # its workers end with it
-                raise hangs
-            failed: CaseEnd | None = self._line.recv()
+            with self._rig.host.hook.judging():  # the worker half says which process it is
+                self._line.send((role, engine.kv_transfer_config, engine.model_config, port))
+                failed: CaseEnd | None = self._line.recv()
         except (OSError, EOFError):
             raise HarnessError(f"nothing starts {role}'s worker half: its nursery has ended") from None
         if failed is not None:
@@ -106,6 +99,7 @@ def _work(rig: Rig, line: Connection, role: str, transfer: Any, model: Any, port
     from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_shutdown
 
     die_with_parent()
+    rig.host.hook.judge(os.getpid(), f"the process of {role}'s worker half")
     failed = None
     try:
         config = single_rank_config(rig, role)
