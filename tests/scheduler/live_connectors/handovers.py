@@ -9,6 +9,7 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
+from msgspec import structs
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, KVConnectorTransferResults
 
 from reference_connector import ReferenceConnector, connector, leases
@@ -97,6 +98,17 @@ class TagsOfFiveBits(ReferenceConnector):
             handoff = self.handoffs.setdefault(self.number % 32, load.handoff)
             metadata.orders.loads[name] = Load(handoff, load.groups)
             self.number += 1
+        return metadata
+
+
+class CountsBlocksInAByte(ReferenceConnector):
+    """Wrong: a load reads 255 blocks at most, and is reported as if it had read all."""
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        metadata: Any = super().build_connector_meta(scheduler_output)
+        for name, load in list(metadata.orders.loads.items()):
+            groups = [structs.replace(group, stop=min(group.stop, 255 * 16)) for group in load.groups]
+            metadata.orders.loads[name] = Load(load.handoff, groups)
         return metadata
 
 

@@ -28,7 +28,7 @@ from pytest_kvconform.rigs.scheduler.worker_half import WorkerHalf
 from pytest_kvconform.rigs.vllm_setup.compat import defers_finalize, post_forward, pre_forward
 from pytest_kvconform.rigs.vllm_setup.kv_cache_specs import window_of
 
-OWNERS, LONGEST = 251, 8  # numbers of requests that words can tell apart; blocks of a request
+OWNERS = 251  # numbers of requests that words can tell apart
 WAIT_S = 0.001  # after a step without tokens: transfers go on in the background
 
 
@@ -47,7 +47,7 @@ class LiveEngine:
             rig,
             spec.role,
             port=spec.port,
-            longest=LONGEST + more,
+            longest=spec.longest + more,
             config=config,
             blocks=spec.first_block + spec.blocks * (2 + more) // 2,
             few=True,
