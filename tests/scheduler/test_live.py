@@ -92,6 +92,11 @@ WRONG = [
     Wrong(
         "CountsBlocksInAByte", {f"{FAR}[P]": r"token 4080 .* is zeros: it was never"}, rules="KV-NUMBERS-001"
     ),
+    Wrong(
+        "LeavesFilesOpen",
+        {BOUNDED: r"D0: process: table of open files holds \d+ things, \d+ more than 608 requests ago"},
+        rules="KV-MANY-002",
+    ),
     Wrong("LeasesByWallClock", {f"{CLOCKS}[p_jumps]": r"ended with an error"}, rules="KV-CLOCK-001"),
     Wrong(
         "ExpiresByWallClock",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import os
 import struct
 import time
 from types import SimpleNamespace
@@ -110,6 +111,16 @@ class CountsBlocksInAByte(ReferenceConnector):
             groups = [structs.replace(group, stop=min(group.stop, 255 * 16)) for group in load.groups]
             metadata.orders.loads[name] = Load(load.handoff, groups)
         return metadata
+
+
+class LeavesFilesOpen(ReferenceConnector):
+    """Wrong: opens a file for each load, and closes none."""
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        results = super().get_transfer_results(finished_req_ids)
+        for _ in results.finished_recving:
+            os.open(os.devnull, os.O_RDONLY)
+        return results
 
 
 class KeepsBlockIds(ReferenceConnector):

@@ -22,7 +22,7 @@ from pytest_kvconform.rigs.hook_calls import watch_local_hits
 from pytest_kvconform.rigs.scheduler.live.clocks import set_ahead
 from pytest_kvconform.rigs.scheduler.live.config import LiveSpec, for_rank, forward_context
 from pytest_kvconform.rigs.scheduler.live.memory import WordMemory
-from pytest_kvconform.rigs.scheduler.live.sizes import sizes_of
+from pytest_kvconform.rigs.scheduler.live.sizes import sizes_of, sizes_of_process
 from pytest_kvconform.rigs.scheduler.rig import BLOCK, Rig
 from pytest_kvconform.rigs.scheduler.worker_half import WorkerHalf
 from pytest_kvconform.rigs.vllm_setup.compat import defers_finalize, post_forward, pre_forward
@@ -184,10 +184,10 @@ class LiveEngine:
         set_ahead(seconds, monotonic)
 
     def sizes(self) -> dict[str, int]:
-        """What both halves of the connector remember: see sizes.py."""
+        """What both halves of the connector remember, and what their process has open: see sizes.py."""
         gc.collect()
         halves = {"scheduler half": self.side.connector_state(), "worker half": vars(self.half.connector)}
-        return sizes_of(halves)
+        return sizes_of(halves) | sizes_of_process()
 
     def sleep(self) -> None:
         """Sleep, and lose all KV. Its addresses stay, as in vLLM."""
