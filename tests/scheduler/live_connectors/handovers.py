@@ -123,6 +123,18 @@ class LeavesFilesOpen(ReferenceConnector):
         return results
 
 
+class ClearsItsReports(ReferenceConnector):
+    """Wrong: returns the sets that it goes on using, and clears them in the next step."""
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        results = super().get_transfer_results(finished_req_ids)
+        mine: Any = self.__dict__.setdefault("mine", KVConnectorTransferResults(set(), set(), set()))
+        for field in ("finished_sending", "finished_recving", "failed_recving"):
+            getattr(mine, field).clear()
+            getattr(mine, field).update(getattr(results, field) or ())
+        return mine
+
+
 class KeepsBlockIds(ReferenceConnector):
     """Wrong: its scheduler half keeps the block ids of every request."""
 

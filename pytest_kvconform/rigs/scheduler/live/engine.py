@@ -22,6 +22,7 @@ from pytest_kvconform.rigs.hook_calls import watch_local_hits
 from pytest_kvconform.rigs.scheduler.live.clocks import set_ahead
 from pytest_kvconform.rigs.scheduler.live.config import LiveSpec, for_rank, forward_context
 from pytest_kvconform.rigs.scheduler.live.memory import WordMemory
+from pytest_kvconform.rigs.scheduler.live.reports import Reports
 from pytest_kvconform.rigs.scheduler.live.sizes import sizes_of, sizes_of_process
 from pytest_kvconform.rigs.scheduler.rig import BLOCK, Rig
 from pytest_kvconform.rigs.scheduler.worker_half import WorkerHalf
@@ -68,7 +69,8 @@ class LiveEngine:
         self.compared = self._added = 0
         self._hoard: list[Any] = []
         self.beside: list[Callable[[float], contextlib.AbstractContextManager[None]]] = []
-        self.side.worker = self._work
+        reports = Reports(rig)
+        self.side.worker = lambda output: reports.checked(self._work(output))
         self._watch_loads()
 
     # ---- what a case does ----------------------------------------------------------------------------------
