@@ -89,6 +89,19 @@ WRONG = [
     Wrong(
         "PacksInto16Bits", {f"{FAR}[P]": r"is zeros: it was never written|no word"}, rules="KV-NUMBERS-001"
     ),
+    Wrong(
+        "CountsBlocksInAByte", {f"{FAR}[P]": r"token 4080 .* is zeros: it was never"}, rules="KV-NUMBERS-001"
+    ),
+    Wrong(
+        "LeavesFilesOpen",
+        {BOUNDED: r"D0: process: table of open files holds \d+ things, \d+ more than 608 requests ago"},
+        rules="KV-MANY-002",
+    ),
+    Wrong(
+        "ClearsItsReports",
+        {"two_engines_hand_over_both_ways": r"reported \['cmpl-.*'\] in finished_\w+, and .* became \["},
+        rules="KV-ASYNC-001",
+    ),
     Wrong("LeasesByWallClock", {f"{CLOCKS}[p_jumps]": r"ended with an error"}, rules="KV-CLOCK-001"),
     Wrong(
         "ExpiresByWallClock",

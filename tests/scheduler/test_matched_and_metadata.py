@@ -45,6 +45,14 @@ WRONG = [
         rules="KV-MATCH-002",
     ),
     Wrong(
+        "RemembersTheAnswer",
+        on(
+            "at_most_the_tokens_after_a_local_hit[b]",
+            r"49 tokens, 16\) returned \(49, True\): there are only 33",
+        ),
+        rules="KV-MATCH-002",
+    ),
+    Wrong(
         "NothingComesLater",
         on("zero_tokens_is_never_async[2b+1]", r"returned \(0, True\)"),
         rules="KV-MATCH-003",

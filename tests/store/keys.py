@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 
+from tests.right_connectors.stores import WholeBlocks
 from tests.store import stores
 
 
@@ -108,3 +110,12 @@ class InheritsReset(Right):
 
     def reset_cache(self) -> bool | None:
         return KVConnectorBase_V1.reset_cache(self)
+
+
+class KeysByPlace(WholeBlocks):
+    """The key of a block has its own tokens and its place, and none of the tokens before it."""
+
+    def keys(self, request: Any) -> list[str]:
+        starts = range(0, len(request.block_hashes) * self.size, self.size)
+        blocks = [(start, list(request.all_token_ids[start : start + self.size])) for start in starts]
+        return [f"{self.prefix}-{hashlib.sha256(repr(block).encode()).hexdigest()}" for block in blocks]

@@ -96,6 +96,14 @@ def test_a_wrong_store_fails_in_one_sentence(run_cases: Callable[[str], CellRun]
         assert re.search(pattern, run.findings[case].happened)
 
 
+def test_a_key_without_the_blocks_before_it_fails(run_cases: Callable[..., CellRun]) -> None:
+    run = run_cases("KeysByPlace", "protocol/stores/saved_prompts")
+    assert run.failed == {"unsaved_prompts_match_nothing[another]"}
+    [found] = run.findings.values()
+    assert found.rule == "KV-STORE-002"
+    assert "of a prompt of 53 tokens, 16 of which were ever computed, 48 were announced" in found.happened
+
+
 def test_vllms_example_connector_knows_tokens_and_images_only(run_cases: Callable[[str], CellRun]) -> None:
     run = run_cases("ExampleConnector")
     assert run.failed == {

@@ -29,18 +29,20 @@ SAME_ANSWER = "KV-MATCH-010"
 CHANGES = f"{ASKED} changes its answer from call to call"
 
 
-def _hand_over_once(rig: Rig, prompt: tuple[int, ...], warm: int = 0) -> Evidence:
-    """Hand a prompt over to a D that has `warm` tokens of it; the recorder checks every answer."""
+def _hand_over(rig: Rig, *prompts: tuple[int, ...], warm: int = 0) -> Evidence:
+    """Hand prompts over to a D that has `warm` tokens of each; the recorder checks every answer.
+
+    The method is also called for each but the first one as if D had no token of it, nor free blocks.
+    """
     p, d = rig.side("P"), rig.side("D")
-    if warm:
-        d.warm_prefix_cache(prompt, warm)
-    if rig.subject.is_store:
-        p.add(prompt)
-        d.add(prompt)
-    else:
-        rig.hand_over(p, d, prompt)
-    d.run()
-    p.run(sent=True)
+    for number, prompt in enumerate(prompts):
+        if warm:
+            d.warm_prefix_cache(prompt, warm)
+        ids = (p.add(prompt), d.add(prompt)) if rig.subject.is_store else rig.hand_over(p, d, prompt)
+        if number:
+            d.call_hook(ASKED, d.request(ids[1]), 0)
+        d.run()
+        p.run(sent=True)
     return _answers(p, d)
 
 
@@ -56,7 +58,7 @@ def returns_int_or_none_and_bool(rig: Rig, situation: str) -> Evidence:
     """get_num_new_matched_tokens returns (int or None, bool) in every situation."""
     length = token_count(PROMPT, rig.side("P").block_size)
     if situation in ("handed_over", "hit"):
-        return _hand_over_once(rig, rig.prompt(length), warm=length if situation == "hit" else 0)
+        return _hand_over(rig, rig.prompt(length), warm=length if situation == "hit" else 0)
     side = rig.side("P")
     id = side.add(rig.prompt(length), max_tokens=3)
     if situation == "preempted":
@@ -70,14 +72,18 @@ def returns_int_or_none_and_bool(rig: Rig, situation: str) -> Evidence:
 def at_most_the_uncomputed_tokens(rig: Rig, length: str) -> Evidence:
     """The announced tokens of a prompt of any length are at most those that are not computed yet."""
     p = rig.side("P")
-    return _hand_over_once(rig, rig.prompt(token_count(length, p.block_size)))
+    return _hand_over(rig, rig.prompt(token_count(length, p.block_size)))
 
 
 @case("KV-MATCH-002", variants=first_in_quick("b", "2b", "3b"), rig="scheduler")
 def at_most_the_tokens_after_a_local_hit(rig: Rig, warm: str) -> Evidence:
-    """After a hit in D's own prefix cache, fewer tokens are left to announce."""
+    """After a hit in D's own prefix cache, fewer tokens are left to announce.
+
+    So it is if another request has computed these tokens since the method was called first.
+    """
     b = rig.side("P").block_size
-    return _hand_over_once(rig, rig.prompt(3 * b + 1), warm=token_count(warm, b))
+    prompts = (rig.prompt(3 * b + 1, seed=seed) for seed in range(2))
+    return _hand_over(rig, *prompts, warm=token_count(warm, b))
 
 
 @case("KV-MATCH-003", variants=first_in_quick("b+1", "2b+1", "3b+1"), rig="scheduler")
@@ -85,7 +91,7 @@ def zero_tokens_is_never_async(rig: Rig, length: str) -> Evidence:
     """0 tokens are never asynchronous: D has all blocks but the last token, or no engine has any block."""
     b = rig.side("P").block_size
     size = token_count(length, b)
-    return _hand_over_once(rig, rig.prompt(size), warm=size)
+    return _hand_over(rig, rig.prompt(size), warm=size)
 
 
 @case(SAME_ANSWER, rig="scheduler")

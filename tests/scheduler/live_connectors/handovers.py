@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import os
 import struct
 import time
 from types import SimpleNamespace
 from typing import Any
 
+from msgspec import structs
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, KVConnectorTransferResults
 
 from reference_connector import ReferenceConnector, connector, leases
@@ -98,6 +100,39 @@ class TagsOfFiveBits(ReferenceConnector):
             metadata.orders.loads[name] = Load(handoff, load.groups)
             self.number += 1
         return metadata
+
+
+class CountsBlocksInAByte(ReferenceConnector):
+    """Wrong: a load reads 255 blocks at most, and is reported as if it had read all."""
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        metadata: Any = super().build_connector_meta(scheduler_output)
+        for name, load in list(metadata.orders.loads.items()):
+            groups = [structs.replace(group, stop=min(group.stop, 255 * 16)) for group in load.groups]
+            metadata.orders.loads[name] = Load(load.handoff, groups)
+        return metadata
+
+
+class LeavesFilesOpen(ReferenceConnector):
+    """Wrong: opens a file for each load, and closes none."""
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        results = super().get_transfer_results(finished_req_ids)
+        for _ in results.finished_recving:
+            os.open(os.devnull, os.O_RDONLY)
+        return results
+
+
+class ClearsItsReports(ReferenceConnector):
+    """Wrong: returns the sets that it goes on using, and clears them in the next step."""
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        results = super().get_transfer_results(finished_req_ids)
+        mine: Any = self.__dict__.setdefault("mine", KVConnectorTransferResults(set(), set(), set()))
+        for field in ("finished_sending", "finished_recving", "failed_recving"):
+            getattr(mine, field).clear()
+            getattr(mine, field).update(getattr(results, field) or ())
+        return mine
 
 
 class KeepsBlockIds(ReferenceConnector):

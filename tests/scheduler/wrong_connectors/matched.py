@@ -30,6 +30,24 @@ class FallsBelowZero(Right):
         return (count - 16, is_async) if num_computed_tokens and count else (count, is_async)
 
 
+class RemembersTheAnswer(Right):
+    """Gives its first answer again, whatever D has by then."""
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Answer:
+        name = request.request_id
+        if name not in self.notes:
+            self.notes[name] = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        return self.notes[name]
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        self.notes.pop(request.request_id, None)
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> Ended:
+        self.notes.pop(request.request_id, None)
+        return super().request_finished_all_groups(request, block_ids)
+
+
 class AnnouncesMore(Right):
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Answer:
         count, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)

@@ -29,6 +29,7 @@ class LiveSpec:
     engine: int = 0  # 0 or 1: the number in the words that it computes
     port: int = 0  # number of its side channel's port
     blocks: int = 160  # of the pool
+    longest: int = 8  # blocks of a request
     first_block: int = 0  # the block id below those that it may use
     both: bool = False  # kv_role is kv_both
     speculates: int = 0  # tokens that a draft model proposes; 0: no speculation

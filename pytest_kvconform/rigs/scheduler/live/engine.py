@@ -22,13 +22,14 @@ from pytest_kvconform.rigs.hook_calls import watch_local_hits
 from pytest_kvconform.rigs.scheduler.live.clocks import set_ahead
 from pytest_kvconform.rigs.scheduler.live.config import LiveSpec, for_rank, forward_context
 from pytest_kvconform.rigs.scheduler.live.memory import WordMemory
-from pytest_kvconform.rigs.scheduler.live.sizes import sizes_of
+from pytest_kvconform.rigs.scheduler.live.reports import Reports
+from pytest_kvconform.rigs.scheduler.live.sizes import sizes_of, sizes_of_process
 from pytest_kvconform.rigs.scheduler.rig import BLOCK, Rig
 from pytest_kvconform.rigs.scheduler.worker_half import WorkerHalf
 from pytest_kvconform.rigs.vllm_setup.compat import defers_finalize, post_forward, pre_forward
 from pytest_kvconform.rigs.vllm_setup.kv_cache_specs import window_of
 
-OWNERS, LONGEST = 251, 8  # numbers of requests that words can tell apart; blocks of a request
+OWNERS = 251  # numbers of requests that words can tell apart
 WAIT_S = 0.001  # after a step without tokens: transfers go on in the background
 
 
@@ -47,7 +48,7 @@ class LiveEngine:
             rig,
             spec.role,
             port=spec.port,
-            longest=LONGEST + more,
+            longest=spec.longest + more,
             config=config,
             blocks=spec.first_block + spec.blocks * (2 + more) // 2,
             few=True,
@@ -68,7 +69,8 @@ class LiveEngine:
         self.compared = self._added = 0
         self._hoard: list[Any] = []
         self.beside: list[Callable[[float], contextlib.AbstractContextManager[None]]] = []
-        self.side.worker = self._work
+        reports = Reports(rig)
+        self.side.worker = lambda output: reports.checked(self._work(output))
         self._watch_loads()
 
     # ---- what a case does ----------------------------------------------------------------------------------
@@ -184,10 +186,10 @@ class LiveEngine:
         set_ahead(seconds, monotonic)
 
     def sizes(self) -> dict[str, int]:
-        """What both halves of the connector remember: see sizes.py."""
+        """What both halves of the connector remember, and what their process has open: see sizes.py."""
         gc.collect()
         halves = {"scheduler half": self.side.connector_state(), "worker half": vars(self.half.connector)}
-        return sizes_of(halves)
+        return sizes_of(halves) | sizes_of_process()
 
     def sleep(self) -> None:
         """Sleep, and lose all KV. Its addresses stay, as in vLLM."""

@@ -100,7 +100,8 @@ def growing_prompts_can_be_loaded(rig: Rig, cache: str) -> Evidence:
 def unsaved_prompts_match_nothing(rig: Rig, saved: str) -> Evidence:
     """A store announces nothing for a prompt that shares less than a block with what was saved.
 
-    It does so however often it is asked.
+    It does so however often it is asked. Of a prompt whose blocks come from several saved ones, it announces
+    no more than their common beginning.
     """
     side = start_store(rig)
     b = side.block_size
@@ -119,6 +120,11 @@ def unsaved_prompts_match_nothing(rig: Rig, saved: str) -> Evidence:
         raise rig.violation(
             "", f"no engine has saved a block of this prompt, and {ASKED} returned {wrong[0]}"
         )
+    if saved == "another":  # both are saved by now: this one begins as one of them, and goes on as the other
+        run_and_save(rig, side)
+        side.evict_prefix_cache()
+        unit = max(b, rig.subject.load_granularity)
+        _turn(rig, side, (*other[:unit], *prompt[unit:]), unit)
     return Evidence(looked_at=len(answers), unit="answers")
 
 

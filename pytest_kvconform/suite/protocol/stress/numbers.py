@@ -1,4 +1,4 @@
-"""Large block ids and offsets, and wall clocks that differ or jump."""
+"""Large block ids and offsets, long prompts, and wall clocks that differ or jump."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from pytest_kvconform.suite.protocol.stress._live import (
 )
 
 FAR = 70_000  # blocks that are never used: ids above 2 ** 16, and 64 KiB each above 4 GiB
+LONG = 520  # blocks of a long prompt: their number has ten bits, and there are more than 8,192 tokens
+ROOM = 60  # blocks for the short prompts
 HOUR_S = 3600.0
 
 
@@ -26,18 +28,25 @@ HOUR_S = 3600.0
     rig="scheduler",
 )
 def large_block_ids_and_offsets_arrive(rig: Rig, role: str) -> Evidence:
-    """Blocks with ids above 2 ** 16, which lie more than 4 GiB behind the first one, are loaded as others."""
+    """Blocks with ids above 2 ** 16, which lie more than 4 GiB behind the first one, are loaded as others.
+    So is a prompt of many blocks.
+    """
     from pytest_kvconform.rigs.scheduler.live.config import LiveSpec
     from pytest_kvconform.rigs.scheduler.live.pair import live_engines
 
-    p = LiveSpec("P", first_block=FAR if role == "P" else 0)
-    d = LiveSpec("D", engine=1, port=1, first_block=FAR if role == "D" else 0)
+    blocks, longest, far = LONG + ROOM, LONG + 2, {role: FAR}
+    p = LiveSpec("P", blocks=blocks, longest=longest, first_block=far.get("P", 0))
+    d = LiveSpec("D", engine=1, port=1, blocks=blocks, longest=longest, first_block=far.get("D", 0))
     with live_engines(rig, p, d) as live:
         block = rig.host.spec.memory["D"].block
         prompts = prompts_of(live, [3 * block + 5] * 2)
         ids = decode(live, prompts, prefill(live, prompts))
         settle(live, ids)
-        return loaded(live, ids)
+        evidence = loaded(live, ids)  # if a short prompt is wrong, this says so before the long one begins
+        prompts = prompts_of(live, [LONG * block + 5], first=2)
+        ids = decode(live, prompts, prefill(live, prompts))
+        settle(live, ids)
+        return evidence
 
 
 def _clocks(cell: Cell, matrix: str) -> tuple[str, ...]:

@@ -1,0 +1,39 @@
+"""What a worker half reports must stay as it is until the scheduler has read it.
+
+With a step in flight and the worker in the scheduler's process, as vLLM has it on one GPU, the worker makes
+step n + 1 before update_from_output of step n (v1/executor/uniproc_executor.py, v1/engine/core.py:
+step_with_batch_queue). vLLM copies nothing meanwhile.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pytest_kvconform.rigs.scheduler.rig import Rig
+
+FIELDS = ("finished_sending", "finished_recving", "failed_recving", "invalid_block_ids")  # KVConnectorOutput
+RULE = "KV-ASYNC-001"
+
+
+class Reports:
+    """The reports of one worker half, step by step."""
+
+    def __init__(self, rig: Rig):
+        self._rig = rig
+        self._last: list[tuple[str, Any, frozenset[Any]]] = []  # field, what was returned, what was in it
+
+    def checked(self, output: Any) -> Any:
+        """Keep what a step reports, and return it. Raises Violation if the report before has changed."""
+        for field, found, before in self._last:
+            if set(found) != before:
+                raise self._rig.violation(
+                    RULE,
+                    f"a step reported {sorted(before)} in {field}, and in the next step this set became "
+                    f"{sorted(found)}",
+                    diagnosis="the worker half goes on using a set that it has returned. With a step in "
+                    "flight vLLM reads it after the next step",
+                )
+        given = {field: getattr(output, field, None) for field in FIELDS}
+        self._last = [(field, found, frozenset(found)) for field, found in given.items() if found]
+        return output
