@@ -43,6 +43,7 @@ WRONG = {
     "MeetsNobody",
     "LosesALookup",
     "SaysNothing",
+    "CopiesNothing",
 }
 OTHERS = (
     {"TcpPull", "SavesBeforeReuse", "HoldsBlocks", "NoEvents", "SavesInBackground", "TakesItsTime"}

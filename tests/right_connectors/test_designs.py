@@ -89,6 +89,12 @@ def test_blocks_that_are_saved_beside_another_connector_are_no_load(
     assert run.outcomes["loads_nothing_if_another_connector_loads[first]"] == "PASS"
 
 
+def test_p_need_not_keep_blocks_beside_another_connector(run_cases: Callable[..., CellRun]) -> None:
+    connector = "tests.right_connectors.amount:StagesCopies"
+    run = run_cases("protocol", connector, only=lambda planned: planned.module == "protocol/multi_connector")
+    assert wrong(run) == {}
+
+
 def multi(*connectors: dict[str, Any]) -> str:
     return json.dumps({"kv_connector_extra_config": {"connectors": list(connectors)}})
 

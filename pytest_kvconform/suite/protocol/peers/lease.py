@@ -74,8 +74,8 @@ def load_after_the_lease_is_detected(bench: Bench, variant: str) -> Evidence:
     """D refuses the request or computes it, and uses nothing that P has written since the lease."""
     observed = _freed(bench, variant, "KV-LEASE-001", OWNS[variant])
     ended = observed.decodes["late"]
-    what = outcome_of(ended)
-    if what in (STUCK, WRONG) or (what == RIGHT and not observed.numbers.get("of_p")):  # P may send a copy
+    what, copy = outcome_of(ended), observed.numbers.get("of_p") or _hands_over_a_copy(bench)
+    if what in (STUCK, WRONG) or (what == RIGHT and not copy):
         words = {
             STUCK: "did not end",
             WRONG: "loaded what P had written there since, and ended without an error",
@@ -93,7 +93,10 @@ def load_after_the_lease_is_detected(bench: Bench, variant: str) -> Evidence:
 
 @case("KV-LEASE-002", rig="peers", applies=one_rank_of_d)
 def expired_lease_frees_blocks(bench: Bench, variant: None) -> Evidence:
-    """P frees blocks that no peer reads when their lease ends: not before, soon after, and once."""
+    """P frees blocks that no peer reads when their lease ends: not before, soon after, and once.
+
+    A P that hands over a copy may free them at any time before: the lease is that of the copy.
+    """
     observed = _with_short_lease(bench, "lease_ends_before_load", "KV-LEASE-002", "")
     handed, kept = observed.prefills["late"], _kept(bench, observed, "late", observed.numbers["freed"])
     ranks = engine(observed, "P6").ranks
@@ -133,7 +136,7 @@ def _kept(bench: Bench, observed: ScenarioObservation, name: str, freed: float) 
             observed,
             diagnosis=DIAGNOSES[name],
         )
-    if kept < lease:
+    if kept < lease and not _hands_over_a_copy(bench):
         raise violation(
             "KV-LEASE-002",
             f"P freed the blocks of a request {kept:.2f} s after the request had come, and their lease is "
@@ -143,6 +146,12 @@ def _kept(bench: Bench, observed: ScenarioObservation, name: str, freed: float) 
             "counted on another",
         )
     return kept
+
+
+def _hands_over_a_copy(bench: Bench) -> bool:
+    """Whether D has loaded every byte of a prompt whose blocks P had freed and overwritten by then."""
+    early = observe(bench, "lease_ends_before_load").decodes.get("early")
+    return early is not None and outcome_of(early) == RIGHT
 
 
 @case("KV-LEASE-003", rig="peers", applies=one_rank_of_d)
