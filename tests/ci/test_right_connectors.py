@@ -44,6 +44,7 @@ WRONG = {
     "LosesALookup",
     "SaysNothing",
     "CopiesNothing",
+    "ThreadForStates",
 }
 OTHERS = (
     {"TcpPull", "SavesBeforeReuse", "HoldsBlocks", "NoEvents", "SavesInBackground", "TakesItsTime"}

@@ -1,4 +1,6 @@
-"""Connectors of which scripted workers know too little: what they say, or whose ends they learn of."""
+"""Connectors of which scripted workers know too little: what they say, or whose ends they learn of. And those
+whose workers begin threads where a model has states, or many loads.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     KVConnectorTransferResults,
 )
+from vllm.v1.kv_cache_interface import MambaSpec
 
 from reference_connector import ReferenceConnector
 from reference_connector.connector import Metadata, WorkerReport
 from reference_connector.handshake import HandshakeError
 from reference_connector.messages import Address
+
+from .leftovers import PoolOfThreads, ThreadOfEachEngine
 
 Answer = tuple[int | None, bool]
 Ended = tuple[bool, dict[str, Any] | None]
@@ -195,3 +200,35 @@ class HearsOfEndsOfP(HearsOfEnds):
 
 def is_of_d(connector: Any) -> bool:
     return bool(connector._vllm_config.kv_transfer_config.kv_role == "kv_consumer")
+
+
+# ---- threads that hand-overs of some models alone begin ----
+
+
+class PoolForStates(PoolOfThreads):
+    """The process has one pool of threads for states, which the first load with states begins."""
+
+    def begin(self) -> None:
+        if any(isinstance(one.kv_cache_spec, MambaSpec) for one in self._kv_cache_config.kv_cache_groups):
+            super().begin()
+
+
+class ThreadForStates(ThreadOfEachEngine):
+    """Wrong: each engine of a model with states begins a thread of its own, which shutdown() does not end."""
+
+    def begin(self) -> None:
+        if any(isinstance(one.kv_cache_spec, MambaSpec) for one in self._kv_cache_config.kv_cache_groups):
+            super().begin()
+
+
+class PoolForMany(PoolOfThreads):
+    """The process has one pool of threads, which the first step with several loads or prefills begins."""
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        orders = self._get_connector_metadata().orders
+        self.many = max(len(orders.loads), len(orders.leases)) > 1
+        super().start_load_kv(forward_context, **kwargs)
+
+    def begin(self) -> None:
+        if self.many:
+            super().begin()
