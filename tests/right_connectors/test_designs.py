@@ -42,7 +42,14 @@ def wrong(run: CellRun) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("connector", "declared"), [("LayerWise", {}), ("Rendezvous", RENDEZVOUS), ("OwnCache", {})]
+    ("connector", "declared"),
+    [
+        ("LayerWise", {}),
+        ("Rendezvous", RENDEZVOUS),
+        ("OwnCache", {}),
+        ("tests.right_connectors.workers:FailsByBlocks", {}),
+        ("tests.right_connectors.workers:SomeWithinTheStep", {}),
+    ],
 )
 def test_bytes_arrive(run_cases: Callable[..., CellRun], connector: str, declared: dict[str, str]) -> None:
     run = run_cases("bytes", connector, variants=TRANSFERS, declared=declared)
