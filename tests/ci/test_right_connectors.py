@@ -43,6 +43,8 @@ WRONG = {
     "MeetsNobody",
     "LosesALookup",
     "SaysNothing",
+    "CopiesNothing",
+    "ThreadForStates",
 }
 OTHERS = (
     {"TcpPull", "SavesBeforeReuse", "HoldsBlocks", "NoEvents", "SavesInBackground", "TakesItsTime"}

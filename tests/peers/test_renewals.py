@@ -1,4 +1,6 @@
-"""A D that does not renew P's lease in time, or on each rank of P, is found; and a P that frees late."""
+"""A D that does not renew P's lease in time, or on each rank of P, is found; and a P that frees late, or
+early and without a copy.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +15,7 @@ from tests.peers.conftest import Reported
 MODULE = ("protocol/peers/lease",)
 CASES = [f"blocks_are_kept_while_d_waits[{where}_past_lease]" for where in ("queued", "loading")]
 FREES = "expired_lease_frees_blocks"
+ENDS = [f"load_after_the_lease_is_detected[lease_ends_{when}_load]" for when in ("before", "during")]
 
 
 @pytest.fixture
@@ -57,3 +60,28 @@ def test_each_rank_of_p_has_to_keep_and_to_free(
 def test_leases_that_nobody_renews_end_one_after_the_other(run_cases: Callable[..., Reported]) -> None:
     connector = "tests.right_connectors.sockets:TcpPull"
     assert run_cases(connector, "P1D1", modules=MODULE, judged=[FREES])[FREES] == ("PASS", "")
+
+
+@pytest.fixture
+def ends_of_leases(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the scenarios in which a lease ends, and no other."""
+    during = "lease_ends_during_load"
+    found = scenarios.OF_LEASES | {during: bench.SCENARIOS["P1D1"][during]}
+    monkeypatch.setattr(bench, "SCENARIOS", dict.fromkeys(bench.SCENARIOS, found))
+
+
+@pytest.mark.usefixtures("ends_of_leases")
+def test_a_p_that_hands_over_a_copy_may_free_its_blocks_at_once(run_cases: Callable[..., Reported]) -> None:
+    connector, cases = "tests.right_connectors.amount:StagesCopies", [FREES, *ENDS, CASES[0]]
+    reported = run_cases(connector, "P1D1", modules=MODULE, judged=cases)
+    assert {name: reported[name] for name in cases if reported[name][0] != "PASS"} == {}
+
+
+@pytest.mark.usefixtures("ends_of_leases")
+def test_a_p_that_frees_its_blocks_at_once_and_has_no_copy_is_found(
+    run_cases: Callable[..., Reported],
+) -> None:
+    connector, cases = "tests.right_connectors.amount:CopiesNothing", [FREES, ENDS[1]]
+    reported = run_cases(connector, "P1D1", modules=MODULE, judged=cases, shows="FAIL")
+    assert "P freed the blocks of a request" in reported[FREES][1], reported
+    assert reported[ENDS[1]][0] == "FAIL", reported

@@ -6,11 +6,16 @@ import copy
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
+from pytest_kvconform.case_outcome import CaseEnd
+from pytest_kvconform.result import Blocked, Cell, Evidence, Outcome
 from pytest_kvconform.subject import resolve
+from pytest_kvconform.suite.engine._threads import of_engines
 from tests.helpers import case_runner as runner_of_cases
 from tests.helpers.case_runner import CaseRunner, CellRun
 from tests.helpers.fixtures import ROOT, fixtures, importable_from, must_be_installed
@@ -159,7 +164,7 @@ def with_models() -> Iterator[CaseRunner]:
     """For cases of the tier engine."""
     must_be_installed()
     with importable_from(ROOT):
-        runner = CaseRunner("tests.right_connectors.bookkeeping", families=("llama",))
+        runner = CaseRunner("tests.right_connectors.bookkeeping", families=("llama", "qwen3_5"))
         yield runner
     assert runner.close() == []
 
@@ -289,6 +294,35 @@ def test_threads_and_processes_of_an_engine_end_with_its_connector(
     assert set(run.outcomes.values()) == {"FAIL" if left else "PASS"}, run.findings
     found = [re.sub(r"\(\d+ .+\)", "(one)", finding.happened) for finding in run.findings.values()]
     assert found == [left] * bool(left)
+
+
+@pytest.mark.parametrize(
+    ("connector", "family", "left"),
+    [
+        ("PoolForStates", "qwen3_5", ""),
+        ("ThreadForStates", "qwen3_5", "after shutdown P still has 1 threads (poller-1)"),
+        ("PoolForMany", "llama", ""),
+    ],
+)
+def test_threads_that_some_loads_alone_begin_are_told_apart(
+    with_models: CaseRunner, connector: str, family: str, left: str
+) -> None:
+    connector = f"tests.right_connectors.workers:{connector}"
+    run = with_models.run(connector, family, only=lambda planned: planned.module == "engine/shutdown")
+    assert set(run.outcomes.values()) == {"FAIL" if left else "PASS"}, (run.findings, run.reasons)
+    assert [finding.happened for finding in run.findings.values()] == [left] * bool(left)
+
+
+def test_threads_that_no_engine_without_a_model_begins_are_not_judged() -> None:
+    end = CaseEnd(outcome=Outcome.PASS, evidence=Evidence(looked_at=2, unit="engines", notes={"a": 0}))
+    bench: Any = SimpleNamespace(
+        cell=Cell("llama", "P1D1"),
+        subject=SimpleNamespace(is_store=False),
+        scheduler=SimpleNamespace(answer=lambda *_: end),
+    )
+    with pytest.raises(Blocked, match=r"threads \(b\), .* no engine without a model begins such threads"):
+        of_engines(bench, "P", ("b",))
+    assert of_engines(bench, "P", ("a", "b")) == ("a",)
 
 
 @pytest.mark.parametrize("connector", ["TruthValues", "OfOneHalf"])

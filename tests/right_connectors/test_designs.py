@@ -42,7 +42,14 @@ def wrong(run: CellRun) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("connector", "declared"), [("LayerWise", {}), ("Rendezvous", RENDEZVOUS), ("OwnCache", {})]
+    ("connector", "declared"),
+    [
+        ("LayerWise", {}),
+        ("Rendezvous", RENDEZVOUS),
+        ("OwnCache", {}),
+        ("tests.right_connectors.workers:FailsByBlocks", {}),
+        ("tests.right_connectors.workers:SomeWithinTheStep", {}),
+    ],
 )
 def test_bytes_arrive(run_cases: Callable[..., CellRun], connector: str, declared: dict[str, str]) -> None:
     run = run_cases("bytes", connector, variants=TRANSFERS, declared=declared)
@@ -87,6 +94,12 @@ def test_blocks_that_are_saved_beside_another_connector_are_no_load(
     run = run_cases("protocol", "OwnCache", only=lambda planned: planned.module == "protocol/multi_connector")
     assert wrong(run) == {}
     assert run.outcomes["loads_nothing_if_another_connector_loads[first]"] == "PASS"
+
+
+def test_p_need_not_keep_blocks_beside_another_connector(run_cases: Callable[..., CellRun]) -> None:
+    connector = "tests.right_connectors.amount:StagesCopies"
+    run = run_cases("protocol", connector, only=lambda planned: planned.module == "protocol/multi_connector")
+    assert wrong(run) == {}
 
 
 def multi(*connectors: dict[str, Any]) -> str:

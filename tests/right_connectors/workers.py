@@ -1,4 +1,6 @@
-"""Connectors of which scripted workers know too little: what they say, or whose ends they learn of."""
+"""Connectors of which scripted workers know too little: what they say, or whose ends they learn of. And those
+whose workers begin threads where a model has states, or wait for loads in more than one way.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     KVConnectorTransferResults,
 )
+from vllm.v1.kv_cache_interface import MambaSpec
 
 from reference_connector import ReferenceConnector
 from reference_connector.connector import Metadata, WorkerReport
 from reference_connector.handshake import HandshakeError
-from reference_connector.messages import Address
+from reference_connector.messages import Address, Load
+
+from .designs import Copying, LayerWise
+from .leftovers import PoolOfThreads, ThreadOfEachEngine
 
 Answer = tuple[int | None, bool]
 Ended = tuple[bool, dict[str, Any] | None]
@@ -233,3 +239,128 @@ class HearsOfEndsOfP(HearsOfEnds):
 
 def is_of_d(connector: Any) -> bool:
     return bool(connector._vllm_config.kv_transfer_config.kv_role == "kv_consumer")
+
+
+# ---- threads that hand-overs of some models alone begin ----
+
+
+class PoolForStates(PoolOfThreads):
+    """The process has one pool of threads for states, which the first load with states begins."""
+
+    def begin(self) -> None:
+        if any(isinstance(one.kv_cache_spec, MambaSpec) for one in self._kv_cache_config.kv_cache_groups):
+            super().begin()
+
+
+class ThreadForStates(ThreadOfEachEngine):
+    """Wrong: each engine of a model with states begins a thread of its own, which shutdown() does not end."""
+
+    def begin(self) -> None:
+        if any(isinstance(one.kv_cache_spec, MambaSpec) for one in self._kv_cache_config.kv_cache_groups):
+            super().begin()
+
+
+class PoolForMany(PoolOfThreads):
+    """The process has one pool of threads, which the first step with several loads or prefills begins."""
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        orders = self._get_connector_metadata().orders
+        self.many = max(len(orders.loads), len(orders.leases)) > 1
+        super().start_load_kv(forward_context, **kwargs)
+
+    def begin(self) -> None:
+        if self.many:
+            super().begin()
+
+
+# ---- loads that are waited for in more than one way, or fail in another ----
+
+
+class FailsByBlocks(ReferenceConnector):
+    """Reports the blocks of a load that has failed, and the request a step later and not as failed: as
+    MoRIIOConnector and other connectors with get_finished. vLLM takes that for one KV cache group only.
+    """
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any):
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.one_group = len(kv_cache_config.kv_cache_groups) == 1
+        self.loads: dict[str, Load] = {}
+        self.invalid: set[int] = set()
+        self.late: set[str] = set()
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        metadata: Any = self._get_connector_metadata()
+        self.loads |= metadata.orders.loads
+        super().start_load_kv(forward_context, **kwargs)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        results = super().get_transfer_results(finished_req_ids)
+        failed = results.failed_recving if self.one_group else set()
+        for name in failed:
+            self.invalid.update(block for group in self.loads[name].groups for block in group.blocks if block)
+        received = results.finished_recving - failed | self.late
+        self.late = failed
+        self.loads = {name: load for name, load in self.loads.items() if name not in received}
+        return KVConnectorTransferResults(results.finished_sending, received, results.failed_recving - failed)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        invalid, self.invalid = self.invalid, set()
+        return invalid
+
+
+@dataclass
+class Mixed(Copying):
+    between: set[str] = field(default_factory=set)  # those of its loads that run between steps
+
+
+class SomeWithinTheStep(LayerWise):
+    """Loads every other request within the step that reads it, and the others between steps, as a connector
+    that finds some prompts in its own memory, and others elsewhere.
+    """
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any):
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.asked = 0
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Answer:
+        tokens, _ = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        if not tokens:
+            return tokens, False
+        self.asked += 1
+        (self.between.add if self.asked % 2 else self.between.discard)(request.request_id)
+        return tokens, bool(self.asked % 2)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        if request.request_id not in self.between or not num_external_tokens:
+            super().update_state_after_alloc(request, blocks, num_external_tokens)
+            return
+        self.local.pop(request.request_id, 0)
+        ReferenceConnector.update_state_after_alloc(self, request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> Mixed:
+        metadata = super().build_connector_meta(scheduler_output)
+        return Mixed(metadata.orders, metadata.copies, self.between & metadata.orders.loads.keys())
+
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> Any:
+        if request.request_id not in self.between:
+            return super().request_finished_all_groups(request, block_ids)
+        self.between.discard(request.request_id)
+        self.local.pop(request.request_id, None)
+        return ReferenceConnector.request_finished_all_groups(self, request, block_ids)
+
+    # ---- the worker half
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        metadata: Any = self._get_connector_metadata()
+        self.between |= metadata.between
+        super().start_load_kv(forward_context, **kwargs)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        results = ReferenceConnector.get_transfer_results(self, finished_req_ids)
+        received = results.finished_recving & self.between
+        self.ended |= results.finished_recving - received
+        self.again -= results.finished_recving
+        self.between -= received
+        return KVConnectorTransferResults(
+            results.finished_sending, received, results.failed_recving & received
+        )

@@ -138,14 +138,20 @@ def another_model(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) 
 def lease_ends_before_load(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) -> Steps:
     """D's request is added when its lease is over and P has overwritten its blocks.
 
-    A normal hand-over follows.
+    A P that has freed them before may have a copy. Then D loads another prompt ("early"), whose blocks P has
+    overwritten, too, within the lease. A normal hand-over follows.
     """
-    prefill = yield from engines.prefill(p)
+    prefill, limit = (yield from engines.prefill(p)), engines.lease_s + engines.limits.release
     known = prefill.id in (yield from p.call("usage")).requests
-    freed = yield from engines.wait_until_freed(p, prefill, engines.lease_s + engines.limits.release)
-    if not freed:
+    if not (freed := (yield from engines.wait_until_freed(p, prefill, limit))):
         return ScenarioObservation(prefills={"late": prefill}, numbers={"freed": 0.0})
-    decodes = {"late": (yield from engines.decode(d, prefill))}
+    decodes = {}
+    if freed - prefill.added < engines.lease_s:
+        copied = yield from engines.prefill(p)
+        if (yield from engines.wait_until_freed(p, copied, limit)):
+            decodes["early"] = yield from engines.decode(d, copied)
+        yield from pause(freed + engines.lease_s - time.monotonic())
+    decodes["late"] = yield from engines.decode(d, prefill)
     decodes["after"] = yield from engines.decode(d, (yield from engines.prefill(p)))
     yield from engines.wait_until_empty(p)
     return ScenarioObservation(decodes, {"late": prefill}, numbers={"freed": freed, "known": known})
@@ -169,6 +175,8 @@ def lease_ends_during_load(engines: ScenarioEngines, p: SteppedEngine, d: Steppe
         yield from engines.start_held_transfers(p, d, held[0])
         found = ScenarioObservation(prefills={"late": prefill}, numbers={"freed": 0.0})
         return replace(found, unsupported=KEEPS) if of_p else found
+    if freed - prefill.added < engines.lease_s:
+        yield from pause(engines.lease_s)  # that of a copy
     d.resume()
     yield from engines.start_held_transfers(p, d, held[0])
     decodes = {"late": (yield from engines.finish_decode(d, *held))}

@@ -127,7 +127,7 @@ def loads_the_same_as_alone(rig: Rig, where: str) -> Evidence:
     p, d = _pair(rig, place)
     prompt = rig.prompt(token_count(PROMPT, d.block_size))
     subject, fake = multi_connector_children(d)
-    p_id, id = rig.hand_over(p, d, prompt, max_tokens=2)
+    _, id = rig.hand_over(p, d, prompt, max_tokens=2)
     fake.connector.none_answers = LATER if how else 0
     for _ in range(fake.connector.none_answers):
         step = d.step()
@@ -148,7 +148,7 @@ def loads_the_same_as_alone(rig: Rig, where: str) -> Evidence:
             f"is {d.status(id)}",
         )
     d.run()
-    p.step(sent=[p_id])
+    report_all(p)
     rig.require_no_leaks(p, d)
     return Evidence(
         looked_at=len(subject.calls_of("get_num_new_matched_tokens", id)),

@@ -69,14 +69,15 @@ def _freed(bench: Bench, name: str, rule: str, owns: str) -> ScenarioObservation
     rig="peers",
     applies=one_rank_of_d,
     variants=lambda cell, matrix: _variants(LEASE_ENDS, cell),
-    scenarios=None,
+    scenarios=tuple(LEASE_ENDS),
 )
 def load_after_the_lease_is_detected(bench: Bench, variant: str) -> Evidence:
     """D refuses the request or computes it, and uses nothing that P has written since the lease."""
+    copy = _hands_over_a_copy(bench)  # first: a finding shows the calls of what was observed last
     observed = _freed(bench, variant, "KV-LEASE-001", OWNS[variant])
     ended = observed.decodes["late"]
     what = outcome_of(ended)
-    if what in (STUCK, WRONG) or (what == RIGHT and not observed.numbers.get("of_p")):  # P may send a copy
+    if what in (STUCK, WRONG) or (what == RIGHT and not (copy or observed.numbers.get("of_p"))):
         words = {
             STUCK: "did not end",
             WRONG: "loaded what P had written there since, and ended without an error",
@@ -94,9 +95,13 @@ def load_after_the_lease_is_detected(bench: Bench, variant: str) -> Evidence:
 
 @case("KV-LEASE-002", rig="peers", applies=one_rank_of_d, scenarios=WITHOUT_FAULTS)
 def expired_lease_frees_blocks(bench: Bench, variant: None) -> Evidence:
-    """P frees blocks that no peer reads when their lease ends: not before, soon after, and once."""
+    """P frees blocks that no peer reads when their lease ends: not before, soon after, and once.
+
+    A P that hands over a copy may free them at any time before: the lease is that of the copy.
+    """
+    copy = _hands_over_a_copy(bench)
     observed = _with_short_lease(bench, "lease_ends_before_load", "KV-LEASE-002", "")
-    handed, kept = observed.prefills["late"], _kept(bench, observed, "late", observed.numbers["freed"])
+    handed, kept = observed.prefills["late"], _kept(bench, observed, "late", observed.numbers["freed"], copy)
     ranks = engine(observed, "P6").ranks
     times = {watched.rank: len(watched.reports_of("sending", handed.id)) for watched in ranks}
     silent = [rank for rank, count in times.items() if not count]
@@ -113,14 +118,15 @@ def expired_lease_frees_blocks(bench: Bench, variant: None) -> Evidence:
     waits = observe(bench, "queued_past_lease")
     if "behind" not in waits.numbers:  # KV-LEASE-004 says why
         return evidence(1, "requests", observed, kept_s=round(kept, 3))
-    behind = _kept(bench, waits, "behind", waits.numbers["behind"])
+    behind = _kept(bench, waits, "behind", waits.numbers["behind"], copy)
     return evidence(2, "requests", observed, kept_s=round(kept, 3), behind_kept_s=round(behind, 3))
 
 
-def _kept(bench: Bench, observed: ScenarioObservation, name: str, freed: float) -> float:
+def _kept(bench: Bench, observed: ScenarioObservation, name: str, freed: float, copy: bool) -> float:
     """Return for how many seconds P has kept the blocks of a request that no peer has read.
 
     `freed`: when it no longer held them; 0.0: it does. Raises Violation if that is not when the lease ended.
+    `copy`: P hands over a copy, and may free them before.
     """
     lease, kept = bench.peers.lease_s, freed - observed.prefills[name].added
     if not freed and observed.too_slow:
@@ -134,7 +140,7 @@ def _kept(bench: Bench, observed: ScenarioObservation, name: str, freed: float) 
             observed,
             diagnosis=DIAGNOSES[name],
         )
-    if kept < lease:
+    if kept < lease and not copy:
         raise violation(
             "KV-LEASE-002",
             f"P freed the blocks of a request {kept:.2f} s after the request had come, and their lease is "
@@ -144,6 +150,14 @@ def _kept(bench: Bench, observed: ScenarioObservation, name: str, freed: float) 
             "counted on another",
         )
     return kept
+
+
+def _hands_over_a_copy(bench: Bench) -> bool:
+    """Whether D has loaded every byte of a prompt whose blocks P had freed and overwritten by then."""
+    has_peers(bench)
+    bench.peers.require_short_lease()
+    early = observe(bench, "lease_ends_before_load").decodes.get("early")
+    return early is not None and outcome_of(early) == RIGHT
 
 
 @case("KV-LEASE-003", rig="peers", applies=one_rank_of_d, scenarios=tuple(LEASE_ENDS))
