@@ -98,7 +98,7 @@ def threads_after_hand_overs(rig: Rig, role: str) -> Evidence:
         for peer in peers:
             peer.end()
     stay = Counter(earlier[one] for one in threads() if one in earlier)
-    return Evidence(looked_at=engines, unit="engines", notes={**stay} | dict.fromkeys(new.values(), 0))
+    return Evidence(looked_at=engines, unit="engines", notes={**stay, **dict.fromkeys(new.values(), 0)})
 
 
 def _left_by_hand_over(rig: Rig, role: str, number: int, peers: list[Any]) -> dict[str, str]:
