@@ -47,7 +47,7 @@ def wrong(run: CellRun) -> dict[str, str]:
         ("LayerWise", {}),
         ("Rendezvous", RENDEZVOUS),
         ("OwnCache", {}),
-        ("tests.right_connectors.workers:FailsByBlocks", {}),
+        ("tests.right_connectors.answers:FailsByBlocks", {}),
         ("tests.right_connectors.workers:SomeWithinTheStep", {}),
     ],
 )

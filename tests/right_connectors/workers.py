@@ -20,7 +20,7 @@ from vllm.v1.kv_cache_interface import MambaSpec
 from reference_connector import ReferenceConnector
 from reference_connector.connector import Metadata, WorkerReport
 from reference_connector.handshake import HandshakeError
-from reference_connector.messages import Address, Load
+from reference_connector.messages import Address
 
 from .designs import Copying, LayerWise
 from .leftovers import PoolOfThreads, ThreadOfEachEngine
@@ -273,39 +273,7 @@ class PoolForMany(PoolOfThreads):
             super().begin()
 
 
-# ---- loads that are waited for in more than one way, or fail in another ----
-
-
-class FailsByBlocks(ReferenceConnector):
-    """Reports the blocks of a load that has failed, and the request a step later and not as failed: as
-    MoRIIOConnector and other connectors with get_finished. vLLM takes that for one KV cache group only.
-    """
-
-    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any):
-        super().__init__(vllm_config, role, kv_cache_config)
-        self.one_group = len(kv_cache_config.kv_cache_groups) == 1
-        self.loads: dict[str, Load] = {}
-        self.invalid: set[int] = set()
-        self.late: set[str] = set()
-
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        metadata: Any = self._get_connector_metadata()
-        self.loads |= metadata.orders.loads
-        super().start_load_kv(forward_context, **kwargs)
-
-    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        results = super().get_transfer_results(finished_req_ids)
-        failed = results.failed_recving if self.one_group else set()
-        for name in failed:
-            self.invalid.update(block for group in self.loads[name].groups for block in group.blocks if block)
-        received = results.finished_recving - failed | self.late
-        self.late = failed
-        self.loads = {name: load for name, load in self.loads.items() if name not in received}
-        return KVConnectorTransferResults(results.finished_sending, received, results.failed_recving - failed)
-
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        invalid, self.invalid = self.invalid, set()
-        return invalid
+# ---- loads that are waited for in more than one way ----
 
 
 @dataclass
