@@ -175,11 +175,12 @@ def test_scenarios_run_again_with_longer_leases_where_a_busy_machine_was_too_slo
     def run(cell: Cell, scenarios: object) -> dict[str, ScenarioObservation]:
         clock["now"] += 30.0
         seen.append(bench._longer)
-        return {"one": scenario("length", took)}
+        return {"sleeping_peer": scenario("length", took)}
 
     monkeypatch.setattr(bench, "_run", run)
+    bench.expect(["sleeping_peer"], ())
     for _ in range(2):
-        assert bench.observe(Cell("llama", "P1D1"), "one").decodes
+        assert bench.observe(Cell("llama", "P1D1"), "sleeping_peer").decodes
     assert seen == runs
 
 
