@@ -43,7 +43,7 @@ class Case:
     applies: Callable[[Cell], bool]  # whether the case has a meaning in a cell
     # (cell, matrix) -> variants; str(variant) is the last word of the id
     variants: Callable[[Cell, str], Iterable[Any]]
-    # that the case observes, of the rig "peers"; None: the one that its variant names
+    # names of the scenarios between peers that it observes; None: that of its variant
     scenarios: tuple[str, ...] | None
 
 

@@ -18,6 +18,7 @@ from pytest_kvconform.rigs.engine.messages import Leftovers, Usage
 from pytest_kvconform.rigs.processes.linux import threads
 from pytest_kvconform.suite._released_blocks import check_all_freed
 from pytest_kvconform.suite.engine import shutdown
+from pytest_kvconform.suite.engine._threads import _without_numbers
 from tests.helpers.case_runner import CellRun
 
 FEW = "n1 n63 n64 n65 two_at_once partial_hit abort_loading"
@@ -152,3 +153,8 @@ def test_a_port_is_found_although_nobody_knows_about_the_threads(
     assert str(raised.value).startswith(
         "after shutdown D still has 1 listening ports" if found else "not known"
     )
+
+
+def test_threads_with_names_of_their_own_have_one_name_without_numbers() -> None:
+    names = ("recv-3f2a91bc-77d0", "recv-0e4ab1c2-9d31", "poller-1", "poller-12")
+    assert [*map(_without_numbers, names)] == ["recv-N-N"] * 2 + ["poller-N"] * 2

@@ -62,22 +62,12 @@ def test_leases_that_nobody_renews_end_one_after_the_other(run_cases: Callable[.
     assert run_cases(connector, "P1D1", modules=MODULE, judged=[FREES])[FREES] == ("PASS", "")
 
 
-@pytest.fixture
-def ends_of_leases(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run the scenarios in which a lease ends, and no other."""
-    during = "lease_ends_during_load"
-    found = scenarios.OF_LEASES | {during: bench.SCENARIOS["P1D1"][during]}
-    monkeypatch.setattr(bench, "SCENARIOS", dict.fromkeys(bench.SCENARIOS, found))
-
-
-@pytest.mark.usefixtures("ends_of_leases")
 def test_a_p_that_hands_over_a_copy_may_free_its_blocks_at_once(run_cases: Callable[..., Reported]) -> None:
     connector, cases = "tests.right_connectors.amount:StagesCopies", [FREES, *ENDS, CASES[0]]
     reported = run_cases(connector, "P1D1", modules=MODULE, judged=cases)
     assert {name: reported[name] for name in cases if reported[name][0] != "PASS"} == {}
 
 
-@pytest.mark.usefixtures("ends_of_leases")
 def test_a_p_that_frees_its_blocks_at_once_and_has_no_copy_is_found(
     run_cases: Callable[..., Reported],
 ) -> None:

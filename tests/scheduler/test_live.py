@@ -152,6 +152,7 @@ RIGHT = {
     "BlockStore": "preemption many numbers speculation kinds",
     "LaterStore": "preemption many numbers speculation",
     "PacksBlocks": "preemption numbers roles",
+    "ParksReports": "roles",
     "RemembersSome": "many",
     "Rendezvous": "preemption numbers roles",
     "LayerWise": "preemption many numbers roles",

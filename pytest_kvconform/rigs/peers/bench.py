@@ -149,9 +149,10 @@ class PeerBench:
             scenarios = together(every, self._of_all | {name})
             try:
                 for one, seen in self._run_until_judged(cell, scenarios).items():
-                    self._seen[cell, one] = seen
+                    self._seen.setdefault((cell, one), seen)
             except (Blocked, HarnessError) as error:
-                self._seen |= {(cell, one): error for one in scenarios}
+                for one in scenarios:
+                    self._seen.setdefault((cell, one), error)
         found = self._seen[cell, name]
         if isinstance(found, Exception):
             raise found

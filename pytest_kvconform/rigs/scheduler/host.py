@@ -52,6 +52,7 @@ from pytest_kvconform.rigs.scheduler.violations import (
     death_of,
     hook_in,
     is_in_connector,
+    write_stacks,
 )
 from pytest_kvconform.rigs.vllm_setup.engine_config import geometry_config, kv_cache_config_of_scheduler
 from pytest_kvconform.rigs.vllm_setup.overrides import keep_configured_limits
@@ -237,7 +238,7 @@ class Host:
             with contextlib.suppress(Exception):  # the child has ended, or its message cannot be read
                 end, leaves = line.recv()
         else:
-            self.hook.write_stack(pid)
+            log_from = write_stacks(self.hook, pid, log_from, self.spec.facts)
         line.close()
         self._waited |= end is not None and end.finding is not None and NOT_ENDED in end.finding.happened
         if leaves:

@@ -9,6 +9,8 @@ import traceback
 from pytest_kvconform.result import Finding, Violation
 from pytest_kvconform.rigs.context import SubjectFacts
 from pytest_kvconform.rigs.engine.control import shows_connector
+from pytest_kvconform.rigs.processes.hangs import RunningHook
+from pytest_kvconform.rigs.processes.logs import text_since
 from pytest_kvconform.rigs.processes.stacks import is_hook, last_stacks, place_of_del
 from pytest_kvconform.rigs.vllm_setup.hooks import IN_STACKS
 
@@ -73,6 +75,24 @@ def is_in_connector(text: str, hook: str, facts: SubjectFacts) -> bool:
     `text`: its log, with its stack. `hook`: the hook that it has noted, "": none.
     """
     return bool(hook or place_of_del(text)) or shows_connector(last_stacks(text), facts)
+
+
+def write_stacks(hook: RunningHook, pid: int, log_from: int, facts: SubjectFacts) -> int:
+    """Let the process that is judged write its stack. If this shows no code of the connector, look at the
+    case (`pid`), which may step an engine meanwhile, and judge it where its stack does.
+
+    Returns where the log about the judged process begins. `log_from`: where that about the case begins.
+    """
+    hook.write_stack(pid)
+    if not hook.judged() or is_in_connector(text_since(log_from), hook.name(), facts):
+        return log_from
+    own = os.lseek(2, 0, os.SEEK_END)
+    with hook.judging():
+        hook.write_stack(pid)
+    if not shows_connector(last_stacks(text_since(own)), facts):
+        return log_from
+    hook.judge()
+    return own
 
 
 def hook_in(text: str, noted: str) -> str:

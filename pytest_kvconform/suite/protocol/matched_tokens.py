@@ -32,7 +32,8 @@ CHANGES = f"{ASKED} changes its answer from call to call"
 def _hand_over(rig: Rig, *prompts: tuple[int, ...], warm: int = 0) -> Evidence:
     """Hand prompts over to a D that has `warm` tokens of each; the recorder checks every answer.
 
-    The method is also called for each but the first one as if D had no token of it, nor free blocks.
+    For each prompt after the first, the method is first called with 0 computed tokens, as in a step in which
+    D had neither a hit nor free blocks.
     """
     p, d = rig.side("P"), rig.side("D")
     for number, prompt in enumerate(prompts):
@@ -79,7 +80,8 @@ def at_most_the_uncomputed_tokens(rig: Rig, length: str) -> Evidence:
 def at_most_the_tokens_after_a_local_hit(rig: Rig, warm: str) -> Evidence:
     """After a hit in D's own prefix cache, fewer tokens are left to announce.
 
-    So it is if another request has computed these tokens since the method was called first.
+    So it is if the method was called before with 0 computed tokens, as where another request has computed
+    them since.
     """
     b = rig.side("P").block_size
     prompts = (rig.prompt(3 * b + 1, seed=seed) for seed in range(2))

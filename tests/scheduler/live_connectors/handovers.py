@@ -135,6 +135,22 @@ class ClearsItsReports(ReferenceConnector):
         return mine
 
 
+class ParksReports(ReferenceConnector):
+    """Right: its scheduler half takes what the workers report out of the report, and puts it into the next
+    one.
+    """
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        super().update_connector_output(connector_output)
+        parked = self.__dict__.setdefault("parked", {})
+        for field in ("finished_sending", "finished_recving"):
+            reported = getattr(connector_output, field) or set()
+            parked[field], told = set(reported), parked.get(field, set())
+            reported.clear()
+            reported.update(told)
+            setattr(connector_output, field, reported)
+
+
 class KeepsBlockIds(ReferenceConnector):
     """Wrong: its scheduler half keeps the block ids of every request."""
 

@@ -15,5 +15,6 @@ complete.
 | `worker_beside` | a worker half in a process of its own, for a scheduler half that asks it |
 | `ends` | whose doing it is that one of these processes has ended |
 | `clocks` | the clocks of a process, which a case may set |
-| `sizes` | what both halves remember: containers that grow with the number of requests |
+| `sizes` | what grows with the number of requests: containers of both halves, and open files |
+| `reports` | what a worker half reports must stay as it is until the scheduler has read it |
 """

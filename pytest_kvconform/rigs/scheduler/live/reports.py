@@ -24,7 +24,9 @@ class Reports:
         self._last: list[tuple[str, Any, frozenset[Any]]] = []  # field, what was returned, what was in it
 
     def checked(self, output: Any) -> Any:
-        """Keep what a step reports, and return it. Raises Violation if the report before has changed."""
+        """Keep what a step reports, and return it with copies of the sets: the scheduler half may change them
+        in update_connector_output. Raises Violation if the worker half has changed the report before.
+        """
         for field, found, before in self._last:
             if set(found) != before:
                 raise self._rig.violation(
@@ -34,6 +36,9 @@ class Reports:
                     diagnosis="the worker half goes on using a set that it has returned. With a step in "
                     "flight vLLM reads it after the next step",
                 )
-        given = {field: getattr(output, field, None) for field in FIELDS}
-        self._last = [(field, found, frozenset(found)) for field, found in given.items() if found]
+        self._last = []
+        for field in FIELDS:
+            if found := getattr(output, field, None):
+                self._last.append((field, found, frozenset(found)))
+                setattr(output, field, set(found))
         return output

@@ -8,6 +8,8 @@ from pytest_kvconform.rigs.bench import Bench
 from pytest_kvconform.rigs.context import RELEASE_S
 from pytest_kvconform.rigs.peers.scenario_engines import KEEPS, ScenarioObservation
 from pytest_kvconform.suite._peer_observations import (
+    COMPUTED,
+    REFUSED,
     RIGHT,
     STUCK,
     WRONG,
@@ -153,11 +155,21 @@ def _kept(bench: Bench, observed: ScenarioObservation, name: str, freed: float, 
 
 
 def _hands_over_a_copy(bench: Bench) -> bool:
-    """Whether D has loaded every byte of a prompt whose blocks P had freed and overwritten by then."""
+    """Whether D has loaded every byte of a prompt whose blocks P had freed and overwritten by then.
+
+    Raises Blocked if D did not load it, and the lease of a copy was over.
+    """
     has_peers(bench)
     bench.peers.require_short_lease()
-    early = observe(bench, "lease_ends_before_load").decodes.get("early")
-    return early is not None and outcome_of(early) == RIGHT
+    early, lease_s = observe(bench, "lease_ends_before_load").decodes.get("early"), bench.peers.lease_s
+    what = early and outcome_of(early)
+    if early and what in (COMPUTED, REFUSED) and (age := early.ended - early.prefill_added) > lease_s:
+        raise Blocked(
+            "P frees blocks before their lease ends. Whether it hands over a copy is not known: a request of D "
+            f"ended {age:.1f} s after P's request had come, and the lease is {lease_s:.0f} s: "
+            "--kv-timeout-scale makes it longer"
+        )
+    return what == RIGHT
 
 
 @case("KV-LEASE-003", rig="peers", applies=one_rank_of_d, scenarios=tuple(LEASE_ENDS))

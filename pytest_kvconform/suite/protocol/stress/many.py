@@ -55,7 +55,7 @@ def many_loads_in_flight_arrive(rig: Rig, variant: None) -> Evidence:
 
 @case("KV-MANY-002", applies=plain, rig="scheduler")
 def memory_of_both_halves_is_bounded(rig: Rig, variant: None) -> Evidence:
-    """Over hundreds of requests no container of either half grows with their number.
+    """Over hundreds of requests no container of either half grows with their number, nor do the open files.
 
     The same prompts come again and again: what a store keeps of them does not grow either. P takes no step
     while D's requests are aborted, and on a CPU NIXL reads with its help.

@@ -39,13 +39,12 @@ def large_block_ids_and_offsets_arrive(rig: Rig, role: str) -> Evidence:
     d = LiveSpec("D", engine=1, port=1, blocks=blocks, longest=longest, first_block=far.get("D", 0))
     with live_engines(rig, p, d) as live:
         block = rig.host.spec.memory["D"].block
-        prompts = prompts_of(live, [3 * block + 5] * 2)
-        ids = decode(live, prompts, prefill(live, prompts))
-        settle(live, ids)
-        evidence = loaded(live, ids)  # if a short prompt is wrong, this says so before the long one begins
-        prompts = prompts_of(live, [LONG * block + 5], first=2)
-        ids = decode(live, prompts, prefill(live, prompts))
-        settle(live, ids)
+        ids: list[str] = []
+        for lengths in ([3 * block + 5] * 2, [LONG * block + 5]):  # a wrong short prompt is found first
+            prompts = prompts_of(live, lengths, first=len(ids))
+            ids += decode(live, prompts, prefill(live, prompts))
+            settle(live, ids)
+            evidence = loaded(live, ids)
         return evidence
 
 
