@@ -165,8 +165,8 @@ def _hands_over_a_copy(bench: Bench) -> bool:
     what = early and outcome_of(early)
     if early and what in (COMPUTED, REFUSED) and (age := early.ended - early.prefill_added) > lease_s:
         raise Blocked(
-            "P frees blocks before their lease ends. Whether it hands over a copy is not known: a request of D"
-            f" ended {age:.1f} s after P's request had come, and the lease is {lease_s:.0f} s: "
+            "P frees blocks before their lease ends. Whether it hands over a copy is not known: a request "
+            f"of D ended {age:.1f} s after P's request had come, and the lease is {lease_s:.0f} s: "
             "--kv-timeout-scale makes it longer"
         )
     return what == RIGHT
