@@ -72,7 +72,7 @@ class Bench:
         self.progress, self.cell, self.did, self.config = progress, None, [], subject.config
         _log(f"bench device {settings.device} seed {settings.seed} timeout-scale {settings.timeout_scale}")
 
-    def use(self, cell):
+    def use(self, cell, of_case=(), of_all=()):
         if cell != self.cell:
             if _wrong() == "no engine":
                 raise HarnessError("the engine did not start")
