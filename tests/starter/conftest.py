@@ -12,7 +12,7 @@ from tests.helpers.case_runner import CaseRunner
 from tests.helpers.fixtures import importable_from, must_be_installed
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")  # test_whole.py needs the name to be free
 def my_connector(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CaseRunner]:
     """The tier protocol, on a connector in a folder of its own."""
     must_be_installed()
