@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pytest_kvconform.plan import make_plan
-from pytest_kvconform.result import Blocked, Cell, HarnessError
+from pytest_kvconform.result import Blocked, Cell, Finding, HarnessError
 from pytest_kvconform.rigs.peers.bench import PeerBench
 from pytest_kvconform.rigs.peers.scenarios import APART, SCENARIOS
 from pytest_kvconform.rigs.peers.stepping import together
@@ -85,17 +85,22 @@ def test_a_case_observes_no_scenario_that_it_does_not_declare() -> None:
         bench.observe(Cell("llama3_1_8b", "P1D1", "b16"), "silent_peer")
 
 
-def test_a_rank_that_reports_twice_is_seen_to_do_so(case_runner: CaseRunner) -> None:
+def finding_of(case_runner: CaseRunner, connector: str, topology: str, case: str) -> Finding:
     run = case_runner.run(
-        "RepeatsItself",
+        connector,
         "llama3_1_8b",
-        "P1D2",
+        topology,
         setup="b16",
         matrix="full",
         config=LEASE % LEASE_S,
-        only=lambda planned: planned.case.name == "each_rank_reports_once",
+        only=lambda planned: planned.case.name == case,
     )
     [finding] = run.findings.values()
+    return finding
+
+
+def test_a_rank_that_reports_twice_is_seen_to_do_so(case_runner: CaseRunner) -> None:
+    finding = finding_of(case_runner, "RepeatsItself", "P1D2", "each_rank_reports_once")
     named = re.search(r"rank 1 of D named request (\S+) 2 times", finding.happened)
     assert named is not None
     reports = [
@@ -111,15 +116,7 @@ def test_a_rank_that_reports_twice_is_seen_to_do_so(case_runner: CaseRunner) -> 
 
 def test_the_calls_about_an_aborted_request_are_shown(case_runner: CaseRunner) -> None:
     """The request has no end that the scenario looks at."""
-    run = case_runner.run(
-        "DropsAborted",
-        "llama3_1_8b",
-        setup="b16",
-        matrix="full",
-        config=LEASE % LEASE_S,
-        only=lambda planned: planned.case.name == "aborted_load_is_reported_at_its_end",
-    )
-    [finding] = run.findings.values()
+    finding = finding_of(case_runner, "DropsAborted", "P1D1", "aborted_load_is_reported_at_its_end")
     of_d = [call for call in finding.calls if call.side[0] == "D"]
     aborted = of_d[0].requests  # the first one that D was given
     hooks = [call.hook for call in of_d if call.requests == aborted]

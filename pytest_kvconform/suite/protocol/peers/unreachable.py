@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 from pytest_kvconform.case import case
@@ -38,19 +39,16 @@ OTHER_LOADS = {
 ONE_OF_TWO = "two such loads fail at about the same time, and the connector ends one of them alone as failed"
 QUICK = 0.5  # part of a lease in which a D meets a P, on a machine that leaves time for it
 OWNS = {"unreachable_peer": "D", "silent_peer": "D4"}
+of_places = functools.partial(
+    case, rig="peers", applies=one_rank, variants=lambda cell, matrix: tuple(PLACES), scenarios=None
+)
 CUTS = {
     "accepted": "was reset as soon as it was accepted",
     "answering": "was reset in the middle of an answer of P",
 }
 
 
-@case(
-    "KV-PEER-001",
-    rig="peers",
-    applies=one_rank,
-    variants=lambda cell, matrix: tuple(PLACES),
-    scenarios=None,
-)
+@of_places("KV-PEER-001")
 def unreachable_peer_fails_only_its_request(bench: Bench, variant: str) -> Evidence:
     """Requests whose P cannot be reached end, and the next request of D is right."""
     observed = completed(bench, variant, "KV-PEER-001", OWNS[variant])
@@ -85,25 +83,13 @@ def unreachable_peer_fails_only_its_request(bench: Bench, variant: str) -> Evide
     return evidence(len(observed.decodes), "requests", observed)
 
 
-@case(
-    "KV-PEER-003",
-    rig="peers",
-    applies=one_rank,
-    variants=lambda cell, matrix: tuple(PLACES),
-    scenarios=None,
-)
+@of_places("KV-PEER-003")
 def unreachable_peer_delays_no_other_request(bench: Bench, variant: str) -> Evidence:
     """A request that D computes itself does not wait until the other request has failed."""
     return _not_delayed("KV-PEER-003", bench, variant, {"own": "a request that D computes itself"})
 
 
-@case(
-    "KV-PEER-004",
-    rig="peers",
-    applies=one_rank,
-    variants=lambda cell, matrix: tuple(PLACES),
-    scenarios=None,
-)
+@of_places("KV-PEER-004")
 def unreachable_peer_delays_no_other_load(bench: Bench, variant: str) -> Evidence:
     """A request from another peer does not wait, either."""
     return _not_delayed("KV-PEER-004", bench, variant, {"good": OTHER_LOADS[variant]})
