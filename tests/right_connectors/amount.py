@@ -230,20 +230,19 @@ class StagingWorker(Worker):
                 cache, copies = self.caches[name], self.copies[name]
                 ratio = cache.shape[0] // size
                 for block, slot in zip(blocks, slots, strict=True):
-                    here, there = (
-                        slice(block * ratio, (block + 1) * ratio),
-                        slice(slot * ratio, (slot + 1) * ratio),
-                    )
+                    here, there = (slice(at * ratio, (at + 1) * ratio) for at in (block, slot))
                     copies[there].copy_(cache[here])
         self.ledgers[LEDGER + entry_of(number)] = number
         self._results.sent |= self._leases.give({number: str(number)})
 
     def _load(self, load: Load) -> Iterator[Any]:
         lease, deadline = load.handoff.lease, time.monotonic() + self._options.transfer_timeout
-        peer = yield from self._peers.meet(lease.peer, deadline)
-        ranks, entry = range(len(peer.ranks)), LEDGER + entry_of(lease.number)
-        while ((yield from self._reads.read_ledgers(peer, ranks, entry, deadline)) < lease.number).any():
-            if time.monotonic() > deadline:
+        copied, entry = False, LEDGER + entry_of(lease.number)
+        while not copied:
+            peer = yield from self._peers.meet(lease.peer, deadline)  # another one, if a read has failed
+            found = yield from self._reads.read_ledgers(peer, range(len(peer.ranks)), entry, deadline)
+            copied = (found >= lease.number).all()
+            if not copied and time.monotonic() > deadline:
                 raise LoadError(f"{lease.peer} has not copied lease {lease.number}")
             yield
         yield from super()._load(load)
