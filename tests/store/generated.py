@@ -1,11 +1,14 @@
-"""Stores that save blocks which decoding fills: right ones, and ones that save too early or too much."""
+"""Stores of blocks that decoding fills, or that are announced while they are saved: right and wrong ones."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from tests.right_connectors.stores import Orders, Part, WholeBlocks
+import torch
+
+from tests.right_connectors.stores import Orders, Part, WholeBlocks, WritesBehind
 
 
 class Right(WholeBlocks):
@@ -73,3 +76,44 @@ class SavesTheLastToken(WholeBlocks):
             self.ended[request.request_id] = new
         super().request_finished(request, block_ids)
         return False, None
+
+
+class AnnouncesWhatItIsSaving(WritesBehind):
+    """Has a block in its index once the save is ordered. A worker that does not find the block loads none."""
+
+    def index(self, key: str) -> Path:
+        return self.folder / f"{key}.ordered"
+
+    def has(self, key: str) -> bool:
+        return self.index(key).exists()
+
+    def build_connector_meta(self, scheduler_output: Any) -> Orders:
+        orders = super().build_connector_meta(scheduler_output)
+        for parts in orders.saves.values():
+            for key, _ in parts:
+                self.index(key).touch()
+        return orders
+
+    def load(self, parts: list[Part]) -> None:
+        super().load([part for part in parts if self.file(part[0], self.rank).exists()])
+
+
+class WritesInPlace(WholeBlocks):
+    """A file has its name before all layers are in it: the other half of them comes a step later."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any):
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.begun: list[tuple[str, dict[str, torch.Tensor]]] = []
+
+    def save(self, parts: list[Part]) -> None:
+        for key, block in parts:
+            whole = {name: self.rows(cache, block).clone() for name, cache in self.caches.items()}
+            half = {name: whole[name] for name in list(whole)[: len(whole) // 2]}
+            torch.save(half, self.file(key, self.rank))
+            self.begun.append((key, whole))
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        super().start_load_kv(forward_context, **kwargs)
+        begun, self.begun = self.begun, []
+        for key, whole in begun:
+            torch.save(whole, self.file(key, self.rank))

@@ -1,4 +1,4 @@
-"""What stores load of blocks that sampled tokens have filled is what was computed."""
+"""What stores load of blocks that sampled tokens have filled, or that are being saved, is as computed."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from tests.helpers.case_runner import CaseRunner, CellRun
 from tests.helpers.fixtures import ROOT, importable_from, must_be_installed
 
 CASE = "sampled_tokens_are_loaded_as_computed"
+UNDER_WAY = "prompts_can_be_loaded_while_they_are_saved"
 OTHERS = "tests.right_connectors.stores"
 BLOCK = 16
 
@@ -28,9 +29,9 @@ def case_runner() -> Iterator[CaseRunner]:
 
 @pytest.fixture
 def run_case(case_runner: CaseRunner, tmp_path: Path) -> Callable[..., CellRun]:
-    """Run the case on a store."""
+    """Run a case on a store."""
 
-    def run(store: str, profile: str = "store", **declared: int) -> CellRun:
+    def run(store: str, profile: str = "store", case: str = CASE, **declared: int) -> CellRun:
         return case_runner.run(
             store,
             "llama3_1_8b",
@@ -38,7 +39,7 @@ def run_case(case_runner: CaseRunner, tmp_path: Path) -> Callable[..., CellRun]:
             profile=profile,
             config=json.dumps({"kv_connector_extra_config": {"shared_storage_path": str(tmp_path)}}),
             declared=declared,
-            only=lambda planned: planned.case.name == CASE,
+            only=lambda planned: planned.case.name == case,
         )
 
     return run
@@ -91,3 +92,29 @@ def test_a_load_of_nothing_that_was_sampled_says_nothing_of_it(run_case: Callabl
 def test_a_pair_hands_over_what_p_computed_and_generates_nothing(run_case: Callable[..., CellRun]) -> None:
     found = run_case("reference_connector:ReferenceConnector", "")
     assert found.outcomes == {CASE: "NOT-APPLICABLE"}
+
+
+@pytest.mark.parametrize(
+    "store", ["Right", *(f"{OTHERS}:{name}" for name in ("Evicts", "WritesBehind", "LooksUpInTheBackground"))]
+)
+def test_a_right_store_announces_what_is_saved_alone(run_case: Callable[..., CellRun], store: str) -> None:
+    found = run_case(store, case=UNDER_WAY)
+    assert found.outcomes == {UNDER_WAY: "PASS"}, (found.findings, found.reasons)
+    assert found.evidence[UNDER_WAY].external_tokens >= 4 * BLOCK
+
+
+def test_no_other_engine_loads_from_a_store_of_one_engine(run_case: Callable[..., CellRun]) -> None:
+    assert run_case(f"{OTHERS}:InMemory", "same-engine", UNDER_WAY).outcomes == {UNDER_WAY: "NOT-APPLICABLE"}
+
+
+@pytest.mark.parametrize("store", ["AnnouncesWhatItIsSaving", "WritesInPlace"])
+def test_a_store_that_announces_a_block_before_it_is_saved_is_found(
+    run_case: Callable[..., CellRun], store: str
+) -> None:
+    finding = run_case(store, case=UNDER_WAY).findings[UNDER_WAY]
+    assert finding.rule == "KV-STORE-001"
+    assert re.match(
+        r"asked in step 1 after another engine began to compute and save a prompt: after the load of \S+ "
+        r"\(request 0\), token 0 in block \d+ of ",
+        finding.happened,
+    ), finding.happened

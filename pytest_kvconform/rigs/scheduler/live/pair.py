@@ -213,11 +213,11 @@ def step_together(engine: LiveEngine, others: Sequence[RemoteEngine]) -> None:
 
 @contextlib.contextmanager
 def live_engines(
-    rig: Rig, p: LiveSpec | None = None, d: LiveSpec | None = None, *more: LiveSpec
+    rig: Rig, p: LiveSpec | None = None, d: LiveSpec | None = None, *more: LiveSpec, apart: bool = False
 ) -> Iterator[Live]:
-    """Start P and D, for a store one engine, and further engines; end them whatever happens."""
+    """Start P and D, of a store one engine unless `apart`, and further engines. End them whatever happens."""
     first = p or LiveSpec("P")
-    if rig.subject.is_store:
+    if rig.subject.is_store and not apart:
         engine = LiveEngine(rig, first, live_config(rig, first))
         try:
             yield Live(rig, engine, engine)
