@@ -136,14 +136,8 @@ class ScenarioEngines:
         """Start an engine. `after`: an engine that has ended, whose ports the new one gets."""
         context = self.bench.context
         spec = self._specs[name] = self._specs[after] if after else self.bench.spec(name, self.cell)
-        handle = PeerEngineHandle(
-            context.address,
-            f"{self.cell}-{name}-{context.next_name()}",
-            spec,
-            call_deadline(context),
-            self.limits.start,
-            context.hung_in,
-        )
+        full, waits = f"{self.cell}-{name}-{context.next_name()}", (call_deadline(context), self.limits.start)
+        handle = PeerEngineHandle(context.address, full, spec, *waits, context.hung_in)
         engine = self.by_name[name] = SteppedEngine(name, handle)
         return engine
 
@@ -289,14 +283,18 @@ class ScenarioEngines:
         added = time.monotonic()
         request = yield from self.add_decode(d, prefill)
         ranks, begun, deadline = faults.ranks or range(d.handle.ranks), False, d.deadline(self.limits.release)
-        while not begun and not deadline.over():
+        within = False  # a connector may load some requests within a step, and others between steps
+        while not (begun or within or deadline.over()):
             reports = yield from d.call("fault_reports")
             if any(report.changed for report in (yield from p.call("fault_reports"))):
                 self.of_p.add(request.id)
             begun = request.id in self.of_p or all(reports[rank].changed for rank in ranks)
+            within = bool(faults.hold) and loaded_within_step((yield from d.call("trace", request.id)))
         for engine in (p, d):
             yield from engine.call("set_faults", ())  # what is held stays held
-        return (request, added) if begun else NO_TRANSFER
+        if within:
+            yield from self.finish_decode(d, request, added)
+        return WITHIN_STEP if within else (request, added) if begun else NO_TRANSFER
 
     def start_held_transfers(self, p: SteppedEngine, d: SteppedEngine, request: ByteRequest) -> Steps:
         """Begin what is held on P and on D. The deadline of D's request begins now: it was held before."""
