@@ -22,7 +22,7 @@ from pytest_kvconform.result import Blocked, HarnessError
 from pytest_kvconform.rigs.processes.child import GONE
 from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.processes.place import connect
-from pytest_kvconform.rigs.processes.zygote import READY, SOCKET
+from pytest_kvconform.rigs.processes.zygote import READY, SOCKET, has_ended
 from pytest_kvconform.rigs.vllm_setup.compat import environment_without_gpu
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ GEOMETRY_MODULES = (
 STAND_IN = "pytest_kvconform.rigs.vllm_setup.stand_ins.install:install"
 POISON = "pytest_kvconform.rigs.bytes.pool_memory:make_poison"  # once, for every engine of the run
 SERVING_PRELOAD = "pytest_kvconform.rigs.serving.preload:preload"
-CLOSE_S = 20.0  # for the zygote to end everything
+CLOSE_S, KILL_S = 20.0, 5.0  # for the zygote to end everything; for it to be gone after that
 LOOK_S = 0.5  # between two looks at how long the zygote has waited for a core
 PREFIX = "kvconform-"
 ANSWER_S = 20.0  # for a zygote that has imported everything to answer
@@ -67,27 +67,27 @@ class Zygote:
         Returns sentences about processes that did not end as asked.
         """
         problems: list[str] = []
+        watched = os.getpid(), self.process.pid
         # As long as it imports it answers nothing, and ends at once when its input ends.
         unreachable = not (self.run_dir / READY).exists()
         if not unreachable:
             try:
                 with connect(self.address, 1.0) as connection:
                     connection.send(("close",))
-                    if connection.poll(CLOSE_S):
-                        problems = connection.recv()[1]
+                    deadline = Deadline(CLOSE_S, watched, look=True)
+                    while not (answered := connection.poll(LOOK_S)) and not deadline.over():
+                        pass
+                    problems = connection.recv()[1] if answered else []
             except (OSError, EOFError):  # it has ended: its exit code tells
                 unreachable = True
         assert self.process.stdin is not None
         self.process.stdin.close()
-        try:
-            self.process.wait(CLOSE_S)
-        except subprocess.TimeoutExpired:
+        if not has_ended(self.process.pid, Deadline(CLOSE_S, watched, look=True)):
             self.process.kill()
-            self.process.wait(5)
             problems.append(f"the zygote {self._words} had to be killed")
-        else:
-            if unreachable and (code := self.process.returncode):
-                problems.append(f"the zygote {self._words} had ended before, with exit code {code}")
+        elif (code := self.process.wait(KILL_S)) and unreachable:
+            problems.append(f"the zygote {self._words} had ended before, with exit code {code}")
+        self.process.wait(KILL_S)
         shutil.rmtree(self.run_dir, ignore_errors=True)  # normally gone by now
         return problems
 
