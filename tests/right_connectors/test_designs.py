@@ -69,6 +69,16 @@ def test_peers_of_loads_within_a_step(run_cases: Callable[..., CellRun]) -> None
     assert run.outcomes["unreachable_peer_fails_only_its_request[silent_peer]"] == "PASS"
 
 
+def test_no_transfer_is_held_of_a_load_within_a_step(run_cases: Callable[..., CellRun]) -> None:
+    """The first load is between steps, and the second one, whose transfers were to be held, is not."""
+    run = run_cases(
+        "protocol",
+        "tests.right_connectors.workers:SomeWithinTheStep",
+        only=lambda planned: planned.case.name == "each_rank_reports_once",
+    )
+    assert run.outcomes == {"each_rank_reports_once": "PASS"}, wrong(run)
+
+
 def test_blocks_may_be_held_in_the_pool_of_vllm(run_cases: Callable[..., CellRun]) -> None:
     """The scripted workers of the scheduler rig cannot report for such a connector, and real ones do."""
     peers = run_cases(
@@ -96,8 +106,12 @@ def test_blocks_that_are_saved_beside_another_connector_are_no_load(
     assert run.outcomes["loads_nothing_if_another_connector_loads[first]"] == "PASS"
 
 
-def test_p_need_not_keep_blocks_beside_another_connector(run_cases: Callable[..., CellRun]) -> None:
-    connector = "tests.right_connectors.amount:StagesCopies"
+@pytest.mark.parametrize("connector", ["amount:StagesCopies", "workers:SomeWithinTheStep"])
+def test_another_connector_beside_it_changes_nothing(
+    run_cases: Callable[..., CellRun], connector: str
+) -> None:
+    """P of the first one keeps no blocks. The other one loads within the step, if it is asked twice."""
+    connector = f"tests.right_connectors.{connector}"
     run = run_cases("protocol", connector, only=lambda planned: planned.module == "protocol/multi_connector")
     assert wrong(run) == {}
 
