@@ -22,7 +22,7 @@ from pytest_kvconform.result import Blocked, HarnessError
 from pytest_kvconform.rigs.processes.child import GONE
 from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.processes.place import connect
-from pytest_kvconform.rigs.processes.zygote import READY, SOCKET, has_ended
+from pytest_kvconform.rigs.processes.zygote import READY, SOCKET
 from pytest_kvconform.rigs.vllm_setup.compat import environment_without_gpu
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ GEOMETRY_MODULES = (
 STAND_IN = "pytest_kvconform.rigs.vllm_setup.stand_ins.install:install"
 POISON = "pytest_kvconform.rigs.bytes.pool_memory:make_poison"  # once, for every engine of the run
 SERVING_PRELOAD = "pytest_kvconform.rigs.serving.preload:preload"
-CLOSE_S, KILL_S = 20.0, 5.0  # for the zygote to end everything; for it to be gone after that
+CLOSE_S = 20.0  # for the zygote to end everything
 LOOK_S = 0.5  # between two looks at how long the zygote has waited for a core
 PREFIX = "kvconform-"
 ANSWER_S = 20.0  # for a zygote that has imported everything to answer
@@ -82,14 +82,23 @@ class Zygote:
                 unreachable = True
         assert self.process.stdin is not None
         self.process.stdin.close()
-        if not has_ended(self.process.pid, Deadline(CLOSE_S, watched, look=True)):
+        deadline = Deadline(CLOSE_S, watched, look=True)
+        while (code := self._exit_code(LOOK_S)) is None and not deadline.over():
+            pass
+        if code is None:
             self.process.kill()
+            self._exit_code(CLOSE_S)
             problems.append(f"the zygote {self._words} had to be killed")
-        elif (code := self.process.wait(KILL_S)) and unreachable:
+        elif code and unreachable:
             problems.append(f"the zygote {self._words} had ended before, with exit code {code}")
-        self.process.wait(KILL_S)
         shutil.rmtree(self.run_dir, ignore_errors=True)  # normally gone by now
         return problems
+
+    def _exit_code(self, seconds: float) -> int | None:
+        """The exit code, within so many seconds. None: it has not ended."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self.process.wait(seconds)
+        return None
 
     @property
     def _words(self) -> str:

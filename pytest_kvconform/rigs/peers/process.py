@@ -218,10 +218,10 @@ class PeerEngineProcess(FaultyEngineProcess):
 
         def update_state_after_alloc(request: Any, blocks: Any, num_external_tokens: int) -> None:
             if num_external_tokens and self.faults_of_next_load:
-                between_steps = self.traces[request.request_id].asynchronous
-                held = any(one.hold for one in self.faults_of_next_load)
+                trace = self.traces.get(request.request_id)
                 # no step could end while a load within it is held
-                self.set_faults(self.faults_of_next_load if between_steps or not held else ())
+                if (trace and trace.asynchronous) or not any(one.hold for one in self.faults_of_next_load):
+                    self.set_faults(self.faults_of_next_load)
             allocated(request, blocks, num_external_tokens)
 
         def get_num_new_matched_tokens(request: Any, num_computed_tokens: int) -> Any:

@@ -293,6 +293,7 @@ class ScenarioEngines:
         for engine in (p, d):
             yield from engine.call("set_faults", ())  # what is held stays held
         if within:
+            yield from self.start_held_transfers(p, d, request)
             yield from self.finish_decode(d, request, added)
         return WITHIN_STEP if within else (request, added) if begun else NO_TRANSFER
 

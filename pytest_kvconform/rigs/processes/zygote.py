@@ -58,7 +58,7 @@ from pytest_kvconform.rigs.processes.shared_memory import SharedMemory
 
 SOCKET = "zygote.sock"
 READY = "ready"  # file that exists as soon as the zygote answers
-LEFT_S = 12.0  # for children that shut down when the zygote ends; launch.py waits for 20 s
+LEFT_S = 12.0  # for children that shut down when the zygote ends; launch.py waits longer
 LOOK_S = 0.05  # between two looks at children that shut down
 GONE_S = 2.0  # for a child to end after the end of its connection
 LIVED = -1  # instead of a wait status: the child had not ended by then
@@ -185,9 +185,9 @@ class ForkServer:
 
         Returns a sentence for each process that did not end.
         """
-        end = time.monotonic() + LEFT_S  # by the clock, as pytest's process waits for the answer
+        deadline = Deadline(LEFT_S, (os.getpid(), *(pid for one in self.leaving for pid in one.pids)))
         while self.leaving:
-            self._look_after_leaving(at_once=time.monotonic() > end)
+            self._look_after_leaving(at_once=deadline.over())
             time.sleep(0.005)
         deadline = Deadline(5.0, (os.getpid(),))
         while (pids := children_of(os.getpid())) and not deadline.over():
