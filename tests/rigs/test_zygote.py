@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from pytest_kvconform.result import Blocked, HarnessError
+from pytest_kvconform.rigs import launch
 from pytest_kvconform.rigs.launch import (
     CLOSE_S,
     ENGINE_MODULES,
@@ -190,6 +191,19 @@ def test_seconds_without_a_core_do_not_count_for_the_import(
                     wait_for_zygote(str(tmp_path / SOCKET), 0.8)
         finally:
             thread.join(10)
+
+
+@pytest.mark.parametrize("starved", [False, True])
+def test_seconds_without_a_core_do_not_count_for_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, starved: bool
+) -> None:
+    monkeypatch.setattr(cores, "core_waits", lambda pids: {1: {"1": time.monotonic() if starved else 0.0}})
+    monkeypatch.setattr(launch, "CLOSE_S", 0.8)
+    code = "import time; time.sleep(2.5)"  # it does not look at the end of its input
+    process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
+    name = f"the zygote (process {process.pid}, from which engines are forked)"
+    assert Zygote(process, tmp_path).close() == ([] if starved else [f"{name} had to be killed"])
+    assert process.poll() == (0 if starved else -9)
 
 
 @pytest.mark.parametrize("lists_children", [True, False])

@@ -141,7 +141,8 @@ def loads_the_same_as_alone(rig: Rig, where: str) -> Evidence:
     step = rig.step_until_ordered(d, id)
     external, (due, names) = d.first_external_tokens(id), _alone(rig, prompt)
     ordered = any(map(d.owns_block, integers(step.metadata.metadata[subject.index])))
-    within_step = bool(external) and not d.matched_tokens(id)[1]  # it may load between steps if asked once
+    # vLLM acts on the connector's last answer. Asked once, alone, the connector may load between steps.
+    within_step = bool(external) and not d.matched_tokens(id)[1]
     waits = within_step or d.waits_for_remote_kv(id)
     if bool(external) != bool(due) or not waits or (names and not ordered):
         raise rig.violation(

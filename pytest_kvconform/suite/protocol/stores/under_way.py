@@ -10,9 +10,9 @@ from pytest_kvconform.rigs.scheduler.rig import Rig
 from pytest_kvconform.suite.protocol.stores.saved_prompts import is_store
 from pytest_kvconform.suite.protocol.stress._live import await_saves, loaded, plain, prompts_of, settle
 
-MOMENTS = 8  # steps of the engine that saves, after which the other one asks
-BLOCKS = 4  # whole ones of a prompt, if the connector declares no amount that it loads
-ALONE_S = 0.2  # for which the other one may step before the first one goes on
+MOMENTS = 8  # P saves, and D asks after 1, 2, ... steps of P
+BLOCKS = 4  # whole blocks of a prompt; the prompt is longer if the connector declares an amount that it loads
+ALONE_S = 0.2  # for which D may step before P steps, too
 
 
 @case("KV-STORE-001", applies=plain, rig="scheduler")
