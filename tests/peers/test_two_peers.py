@@ -1,4 +1,5 @@
-"""What D knows of one P is not used for another: the case finds who does, and right connectors pass it.
+"""What D knows of one P is not used for another, nor what it knows of one load for the next one of the same
+hand-over: the cases find who does, and right connectors pass them.
 
 After a failure D may leave a port alone for a while, and not for ever. Loads may fail together.
 """
@@ -19,6 +20,9 @@ TOGETHER = "unreachable_peer_fails_only_its_request[unreachable_peer]"
 CASE = "each_load_is_from_its_own_peer"
 FREED = "blocks_are_freed_whichever_d_loads"
 MODULE = ("protocol/peers/two_peers",)
+SAMPLES = ("protocol/peers/two_samples",)
+SECOND = "second_sample_loads_right_bytes_or_none"
+SHORT = 0.3  # of deadlines, where one of them has to be waited for
 LEASE_S = 30  # no lease is to end, however slow the machine is
 # What lies at an address of another P's pool may be no KV memory: then NIXL refuses to read it.
 WRONG = {
@@ -62,6 +66,38 @@ def test_addresses_of_another_peer_are_found(run_cases: Callable[..., Reported],
 def test_right_connectors_keep_peers_apart(run_cases: Callable[..., Reported], connector: str) -> None:
     found = run_cases(connector, "P1D1", lease_s=LEASE_S, modules=MODULE)
     assert {name: outcome for name, (outcome, _) in found.items()} == {CASE: "PASS", FREED: "PASS"}, found
+
+
+@pytest.mark.parametrize(
+    ("connector", "scale", "outcome", "words"),
+    [
+        ("CountsTimeAlone", 1.0, "FAIL", "loaded what P had written into the blocks since"),
+        ("tests.push.wrong_connectors:ServesOneSample", SHORT, "KV-HANDOVER-001", "not end within 9 s"),
+    ],
+)
+def test_a_second_sample_that_is_wrong_or_does_not_end_is_found(
+    run_cases: Callable[..., Reported], connector: str, scale: float, outcome: str, words: str
+) -> None:
+    found = run_cases(connector, "P1D1", lease_s=LEASE_S, scale=scale, modules=SAMPLES)
+    assert found[SECOND][0] == outcome and words in found[SECOND][1], found
+
+
+@pytest.mark.parametrize(
+    "connector",
+    [
+        "Reference",
+        "Right",
+        "tests.right_connectors.amount:StagesCopies",
+        "tests.right_connectors.answers:ServesOnce",
+        "tests.right_connectors.designs:LayerWise",
+        "tests.right_connectors.sockets:TcpPull",
+        "tests.push.right:TcpPush",
+    ],
+)
+def test_a_second_sample_may_be_loaded_computed_or_refused(
+    run_cases: Callable[..., Reported], connector: str
+) -> None:
+    assert run_cases(connector, "P1D1", lease_s=LEASE_S, modules=SAMPLES) == {SECOND: ("PASS", "")}
 
 
 def test_scenarios_of_their_own_rules_share_no_engine() -> None:

@@ -38,8 +38,8 @@ ROPE = {"hf_overrides": {"rope_parameters": {"rope_type": "default", "rope_theta
 MORE_BLOCKS = 13  # of a P whose pool is larger than that of the others
 LONGER = 2  # leases are so many times as long after a run on a machine that was too slow
 BUSY = 0.2  # part of the time for which this process waits for a core, on a machine that is busy
-# Requests that may find P's lease at its end, or wait longer for a P that does not answer.
-LATE = {"late", "waiting", "loading", "old", "stranger", "again", LIMIT, *BAD, *CUT}
+# Requests that may find P's lease at its end or its blocks freed, or wait long for a P that does not answer.
+LATE = {"late", "waiting", "loading", "old", "stranger", "again", "second", LIMIT, *BAD, *CUT}
 
 
 NOTICEABLE_S = 1.0  # seconds; a request that waits less for another one counts as not delayed

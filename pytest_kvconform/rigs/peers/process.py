@@ -80,6 +80,10 @@ class PeerEngineProcess(FaultyEngineProcess):
         self.add(request)
         self.scheduler.requests[request.id].skip_reading_prefix_cache = True
 
+    def reset_prefix_cache(self) -> None:
+        """Let the engine's own prefix cache forget every block, as it does when others need them."""
+        self.scheduler.reset_prefix_cache()
+
     def let_schedule(self, request_id: str) -> None:
         """Let the request be scheduled from now on."""
         self.kept_in_queue.discard(request_id)

@@ -278,6 +278,22 @@ def two_readers(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine, ot
     return ScenarioObservation(decodes, numbers=numbers, too_slow=engines.too_slow(p, d))
 
 
+def two_samples(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) -> Steps:
+    """Two requests of D have the params of one hand-over, as two samples of one prompt do (ParentRequest in
+    vLLM's v1/engine/parallel_sampling.py). The second one comes when the first one has been loaded.
+
+    P has freed and overwritten its blocks by then, and D's prefix cache has lost what was loaded.
+    `numbers`: "freed": `seconds_until_freed`, after the load of the first.
+    """
+    prefill = yield from engines.prefill(p)
+    decodes = {"first": (yield from engines.decode(d, prefill))}
+    numbers = {"freed": (yield from seconds_until_freed(engines, p, prefill))}
+    yield from d.call("reset_prefix_cache")
+    decodes["second"] = yield from engines.decode(d, prefill)
+    decodes["after"] = yield from engines.decode(d, (yield from engines.prefill(p)))
+    return ScenarioObservation(decodes, numbers=numbers)
+
+
 def _in_turn(*scenarios: Callable[..., Steps]) -> dict[str, PeerScenario]:
     """Scenarios about ranks, by name. They have engines of their own and run one after the other: a fault
     holds for all requests of an engine.

@@ -19,7 +19,7 @@ from pytest_kvconform.rigs.peers.hostile_clients import (
     with_port_replaced,
 )
 from pytest_kvconform.rigs.peers.rank_scenarios import SCENARIOS as OF_RANKS
-from pytest_kvconform.rigs.peers.rank_scenarios import two_peers, two_readers
+from pytest_kvconform.rigs.peers.rank_scenarios import two_peers, two_readers, two_samples
 from pytest_kvconform.rigs.peers.scenario_engines import HELD, KEEPS, ScenarioEngines, ScenarioObservation
 from pytest_kvconform.rigs.peers.sleeping_peer import (
     first_load,
@@ -332,4 +332,5 @@ APART: dict[str, PeerScenario] = {
     "shutdown_during_load": PeerScenario(shutdown_during_load, ("P13", "D13"), starts_early=True),
     "two_peers": PeerScenario(two_peers, ("P15", "P15-pool", "D15")),
     "two_readers": PeerScenario(two_readers, ("P16", "D16", "D17")),
+    "two_samples": PeerScenario(two_samples, ("P18", "D18")),
 }

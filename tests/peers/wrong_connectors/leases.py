@@ -30,6 +30,13 @@ class LooksBefore(Right):
         return results
 
 
+class CountsTimeAlone(Right):
+    """D knows when a lease ends by the clock, and not that P frees the blocks when D has read them."""
+
+    def prepare_worker(self, worker: Any) -> None:
+        self.lease.note_read = lambda theirs: None  # type: ignore[method-assign]
+
+
 class NeverExpires(Right):
     """P waits for ever for a reader."""
 

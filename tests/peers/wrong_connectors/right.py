@@ -17,13 +17,16 @@ PATIENCE_S = 1.2
 
 
 class Lease:
-    """In D's worker half: until when P keeps what a request needs, as far as D knows."""
+    """In D's worker half: until when P keeps what a request needs, as far as D knows.
+
+    P frees what D has read.
+    """
 
     def __init__(self, lease_s: float):
         self.lease_s = lease_s
         # P's request -> end of its lease, prolonged by every heartbeat that came in time
         self.ends: dict[str, float] = {}
-        self.lost: set[str] = set()
+        self.lost: set[str] = set()  # requests of P whose blocks P has freed, or will soon
         self.wanted: dict[str, str] = {}  # D's request -> P's
 
     def note(self, metadata: Any, met: Any) -> None:
@@ -43,7 +46,14 @@ class Lease:
 
     def is_over(self, name: str) -> bool:
         theirs = self.wanted.pop(name, None)
-        return theirs in self.lost or time.time() > self.ends.get(theirs, time.time()) - MARGIN_S
+        over = theirs in self.lost or time.time() > self.ends.get(theirs, time.time()) - MARGIN_S
+        self.note_read(theirs)
+        return over
+
+    def note_read(self, theirs: str | None) -> None:
+        """D has read this request of P: another request with the same params comes too late."""
+        if theirs is not None:
+            self.lost.add(theirs)
 
 
 class Right(Upstream):
