@@ -79,6 +79,24 @@ def test_no_transfer_is_held_of_a_load_within_a_step(run_cases: Callable[..., Ce
     assert run.outcomes == {"each_rank_reports_once": "PASS"}, wrong(run)
 
 
+@pytest.mark.parametrize(
+    ("connector", "module", "variants"),
+    [
+        ("NamesWholeBlocks", "protocol/request_finished", ""),
+        ("RefusesInTheWorker", "protocol/kv_transfer_params", "missing flag"),
+        ("CircuitBreaker", "protocol/aborts", "failed"),
+    ],
+)
+def test_choices_of_the_connector(
+    run_cases: Callable[..., CellRun], connector: str, module: str, variants: str
+) -> None:
+    """What P names, which half refuses bad params, and whether D loads after a failure."""
+    connector = f"tests.right_connectors.choices:{connector}"
+    run = run_cases("protocol", connector, variants=variants, only=lambda planned: planned.module == module)
+    assert {why for why in wrong(run).values() if not why.startswith("WARNING")} == set()
+    assert "PASS" in run.outcomes.values()
+
+
 def test_blocks_may_be_held_in_the_pool_of_vllm(run_cases: Callable[..., CellRun]) -> None:
     """The scripted workers of the scheduler rig cannot report for such a connector, and real ones do."""
     peers = run_cases(

@@ -76,6 +76,23 @@ def worker_reports_an_end(rig: Rig, role: str, port: int) -> bool:
     return reports
 
 
+def worker_ends(rig: Rig, role: str, prompt: tuple[int, ...], params: dict[str, Any]) -> bool:
+    """Whether a request with these params ends in an engine of this role with a worker half.
+
+    Its metadata may name no block: the scheduler half may let the worker half report the load as failed.
+    """
+    port = len(rig.host.spec.ports) - (1 if role == "P" else 2)
+    side = start_engine_with_worker(rig, port=port, role=role)
+    id = side.add(prompt, params)
+    for _ in rig.waits(Deadline(rig.settle_s)):
+        if id in side.results:
+            break
+        side.step()
+    ended = id in side.results
+    end_engine_with_worker(side)
+    return ended
+
+
 def start_scheduler_half(rig: Rig, other: str = "") -> Side:
     """Start the scheduler of a second engine, without a worker that takes steps.
 

@@ -58,6 +58,11 @@ def situations(cell: Cell, matrix: str) -> list[Transfer]:
         Transfer("preempted_on_p", (Prompt(tokens(n)),), budget=step, preempt="P"),
         Transfer("preempted_on_d", (Prompt(tokens(n)),), preempt="D"),
     ]
+    if matrix != "quick" or not has_state(cell):
+        # P has a block more than D loads, for the last token. Another load of the same step has no hit.
+        end, warm = (n if has_state(cell) else 3 * b + 1), block_size(cell, "D") + 1
+        prompts = Prompt(tokens(less)), Prompt(tokens(end, seed=1), warm=warm)
+        found.append(Transfer("hit_of_one", prompts))
     more = [Transfer("p_generates_two", (Prompt(tokens(2 * b)),), generates=2)]
     # A state includes all that was computed, and cannot be shortened to the prompt.
     return found + hits(cell, matrix) + (more if matrix != "quick" and not has_state(cell) else [])

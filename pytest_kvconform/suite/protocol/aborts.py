@@ -53,6 +53,8 @@ def abort_leaves_other_requests_alone(rig: Rig, state: str) -> Evidence:
     d.run(lambda: other in d.results)
     computed, given = d.locally_computed_tokens(other), d.first_external_tokens(other)
     most = twin.first_external_tokens(alone)
+    if given < most and state == "failed":  # for a while D may load nothing from a P after such a failure
+        most = min(most, _loads_beside_another(rig, p, prompts, state))
     never = given < 1 <= most
     if never and loading and _loads_beside_another(rig, p, prompts) < 1:
         never = _loads_next(rig, p, d) < 1
@@ -101,13 +103,13 @@ def abort_leaves_its_twin_alone(rig: Rig, variant: None) -> Evidence:
     return Evidence(looked_at=len(d.steps), unit="steps", external_tokens=d.first_external_tokens(twin))
 
 
-def _loads_beside_another(rig: Rig, p: Side, prompts: list[tuple[int, ...]]) -> int:
-    """How many tokens another D loads of the second prompt while its load of the first one is under way. A
-    connector may load nothing then.
+def _loads_beside_another(rig: Rig, p: Side, prompts: list[tuple[int, ...]], state: str = "begun") -> int:
+    """How many tokens another D loads of the second prompt while its load of the first one is under way, or
+    has failed (`state`). A connector may load nothing then.
     """
-    d = rig.side("D")
+    d = rig.side("D", policy="recompute")
     _, first = rig.hand_over(p, d, prompts[0], max_tokens=4)
-    _bring_to_state(d, first, "begun")
+    _bring_to_state(d, first, state)
     _, other = rig.hand_over(p, d, prompts[1], max_tokens=2)
     rig.step_until_matched(d, other)
     d.run()

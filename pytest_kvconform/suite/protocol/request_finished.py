@@ -227,7 +227,10 @@ def params_name_the_final_blocks(rig: Rig, way: str) -> Evidence:
             "",
             f"the params name blocks {wrong}, which are none of {sorted(owned)} that P had at the end{older}",
         )
-    due = {block for group in p.full_attention_groups() for block in call.arguments["blocks"][group]}
+    # D may compute what no whole block, or no whole load_granularity, has: P need not hand that over
+    step = rig.subject.load_granularity or p.block_size
+    whole = len(prompt) // step * step // p.block_size
+    due = {block for group in p.full_attention_groups() for block in call.arguments["blocks"][group][:whole]}
     if missing := sorted(due - named):
         raise rig.violation(
             "", f"the params leave out blocks {missing} of {sorted(due)} that hold the prompt"

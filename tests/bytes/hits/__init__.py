@@ -1,0 +1,1 @@
+"""Prompts of which D has the beginning."""

@@ -1,0 +1,106 @@
+"""Connectors that choose otherwise what P names, where a load is refused, and from whom D loads."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, KVConnectorTransferResults
+
+from reference_connector import ReferenceConnector
+from reference_connector.connector import Metadata
+
+CLOSED_S = 3.0  # for which D loads nothing from a P after a failure
+
+
+class NamesWholeBlocks(ReferenceConnector):
+    """P names whole blocks alone, and D computes the tokens behind them. A state or a window needs all of P."""
+
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> Any:
+        keeps, params = super().request_finished_all_groups(request, block_ids)
+        groups = self._scheduler._groups
+        if not params or any(group.state or group.window for group in groups):
+            return keeps, params
+        if not (whole := request.num_computed_tokens // groups[0].tokens):
+            self._scheduler._orders.leases.pop(params["remote_lease"], None)
+            return False, None
+        ids = [table[:whole] for table in params["remote_block_ids"]]
+        return keeps, params | {"remote_block_ids": ids, "remote_num_tokens": whole * groups[0].tokens}
+
+
+@dataclass
+class Refusals(Metadata):
+    """Orders, and requests whose loads the workers report as failed."""
+
+    refused: list[str] = field(default_factory=list)
+
+
+class RefusesInTheWorker(ReferenceConnector):
+    """Announces a load for every request that asks for one, and reads the params when it has blocks. If they
+    are bad, its workers report the load as failed. No order names a block: nothing is loaded.
+    """
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any):
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.bad: set[str] = set()
+        self.refused: list[str] = []  # by the scheduler half, to tell the workers; by those, to report
+
+    def on_new_request(self, request: Any) -> None:
+        super().on_new_request(request)
+        params = request.kv_transfer_params
+        asks = isinstance(params, dict) and params.get("do_remote_prefill") is True
+        if asks and request.request_id not in self._scheduler._handoffs:
+            self.bad.add(request.request_id)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        if request.request_id not in self.bad:
+            return super().get_num_new_matched_tokens(request, num_computed_tokens)
+        left = max(0, request.num_prompt_tokens - 1 - num_computed_tokens)
+        return left, left > 0
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        if request.request_id not in self.bad:
+            super().update_state_after_alloc(request, blocks, num_external_tokens)
+        elif num_external_tokens:
+            self.refused.append(request.request_id)
+        self.bad.discard(request.request_id)
+
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> Any:
+        self.bad.discard(request.request_id)
+        return super().request_finished_all_groups(request, block_ids)
+
+    def build_connector_meta(self, scheduler_output: Any) -> Refusals:
+        refused, self.refused = self.refused, []
+        return Refusals(self._scheduler.take_orders(), refused)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        self.refused += self._get_connector_metadata().refused
+        super().start_load_kv(forward_context, **kwargs)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        found = super().get_transfer_results(finished_req_ids)
+        refused, self.refused = set(self.refused), []
+        return KVConnectorTransferResults(
+            found.finished_sending, found.finished_recving | refused, found.failed_recving | refused
+        )
+
+
+class CircuitBreaker(ReferenceConnector):
+    """After a load has failed, D computes for a while what that P has."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any):
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.closed: dict[str, float] = {}  # engine of P -> until when D loads nothing from it
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        handoff = self._scheduler._handoffs.get(request.request_id)
+        if handoff and self.closed.get(handoff.remote_engine_id, 0.0) > time.monotonic():
+            return 0, False
+        return super().get_num_new_matched_tokens(request, num_computed_tokens)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        for name in connector_output.failed_recving or ():
+            if handoff := self._scheduler._handoffs.get(name):
+                self.closed[handoff.remote_engine_id] = time.monotonic() + CLOSED_S
+        super().update_connector_output(connector_output)
