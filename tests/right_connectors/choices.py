@@ -15,7 +15,7 @@ CLOSED_S = 3.0  # for which D loads nothing from a P after a failure
 
 
 class NamesWholeBlocks(ReferenceConnector):
-    """P names whole blocks alone, and D computes the tokens behind them. A state or a window needs all of P."""
+    """P names whole blocks alone, and D computes what is behind them. States and windows need all of P."""
 
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> Any:
         keeps, params = super().request_finished_all_groups(request, block_ids)
