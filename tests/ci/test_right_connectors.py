@@ -45,6 +45,8 @@ WRONG = {
     "SaysNothing",
     "CopiesNothing",
     "ThreadForStates",
+    "SaysThatItLoaded",
+    "SaysNothingOfIt",
 }
 OTHERS = (
     {"TcpPull", "SavesBeforeReuse", "HoldsBlocks", "NoEvents", "SavesInBackground", "TakesItsTime"}

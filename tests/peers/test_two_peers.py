@@ -89,6 +89,7 @@ def test_a_second_sample_that_is_wrong_or_does_not_end_is_found(
         "Right",
         "tests.right_connectors.amount:StagesCopies",
         "tests.right_connectors.answers:ServesOnce",
+        "tests.right_connectors.choices:CircuitBreaker",
         "tests.right_connectors.designs:LayerWise",
         "tests.right_connectors.sockets:TcpPull",
         "tests.push.right:TcpPush",

@@ -86,6 +86,22 @@ class RefusesInTheWorker(ReferenceConnector):
         )
 
 
+class SaysThatItLoaded(RefusesInTheWorker):
+    """Its workers report the load of bad params as finished, and not as failed."""
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        found = super().get_transfer_results(finished_req_ids)
+        return KVConnectorTransferResults(found.finished_sending, found.finished_recving, set())
+
+
+class SaysNothingOfIt(RefusesInTheWorker):
+    """Its workers hear of bad params, and report nothing."""
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        super().start_load_kv(forward_context, **kwargs)
+        self.refused.clear()
+
+
 class CircuitBreaker(ReferenceConnector):
     """After a load has failed, D computes for a while what that P has."""
 

@@ -79,22 +79,40 @@ def test_no_transfer_is_held_of_a_load_within_a_step(run_cases: Callable[..., Ce
     assert run.outcomes == {"each_rank_reports_once": "PASS"}, wrong(run)
 
 
+FINAL, CORRUPT = "params_name_the_final_blocks[chunked]", "corrupted_params_fail_only_their_request[flag]"
+
+
 @pytest.mark.parametrize(
-    ("connector", "module", "variants"),
+    ("connector", "module", "variants", "passes"),
     [
-        ("NamesWholeBlocks", "protocol/request_finished", ""),
-        ("RefusesInTheWorker", "protocol/kv_transfer_params", "missing flag"),
-        ("CircuitBreaker", "protocol/aborts", "failed"),
+        ("NamesWholeBlocks", "protocol/request_finished", "", FINAL),
+        ("RefusesInTheWorker", "protocol/kv_transfer_params", "missing flag", CORRUPT),
+        ("CircuitBreaker", "protocol/aborts", "failed", "abort_leaves_other_requests_alone[failed]"),
     ],
 )
 def test_choices_of_the_connector(
-    run_cases: Callable[..., CellRun], connector: str, module: str, variants: str
+    run_cases: Callable[..., CellRun], connector: str, module: str, variants: str, passes: str
 ) -> None:
     """What P names, which half refuses bad params, and whether D loads after a failure."""
     connector = f"tests.right_connectors.choices:{connector}"
     run = run_cases("protocol", connector, variants=variants, only=lambda planned: planned.module == module)
-    assert {why for why in wrong(run).values() if not why.startswith("WARNING")} == set()
-    assert "PASS" in run.outcomes.values()
+    assert wrong(run) == {} and run.outcomes[passes] == "PASS"
+
+
+@pytest.mark.parametrize(
+    ("connector", "words"),
+    [
+        ("SaysThatItLoaded", "the workers reported a load that was not ordered"),
+        ("SaysNothingOfIt", "the request waits for ever"),
+    ],
+)
+def test_workers_that_do_not_refuse_bad_params(
+    run_cases: Callable[..., CellRun], connector: str, words: str
+) -> None:
+    connector = f"tests.right_connectors.choices:{connector}"
+    module = "protocol/kv_transfer_params"
+    run = run_cases("protocol", connector, variants="flag", only=lambda planned: planned.module == module)
+    assert run.findings[CORRUPT].rule == "KV-PARAMS-002" and words in run.findings[CORRUPT].happened
 
 
 def test_blocks_may_be_held_in_the_pool_of_vllm(run_cases: Callable[..., CellRun]) -> None:

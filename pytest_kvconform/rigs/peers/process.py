@@ -80,9 +80,11 @@ class PeerEngineProcess(FaultyEngineProcess):
         self.add(request)
         self.scheduler.requests[request.id].skip_reading_prefix_cache = True
 
-    def reset_prefix_cache(self) -> None:
-        """Let the engine's own prefix cache forget every block, as it does when others need them."""
-        self.scheduler.reset_prefix_cache()
+    def reset_prefix_cache(self) -> bool:
+        """Let the engine's own prefix cache forget every block, as it does when others need them. Returns
+        whether it did: vLLM does not while a block is in use.
+        """
+        return bool(self.scheduler.reset_prefix_cache())
 
     def let_schedule(self, request_id: str) -> None:
         """Let the request be scheduled from now on."""

@@ -283,12 +283,14 @@ def two_samples(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) ->
     vLLM's v1/engine/parallel_sampling.py). The second one comes when the first one has been loaded.
 
     P has freed and overwritten its blocks by then, and D's prefix cache has lost what was loaded.
-    `numbers`: "freed": `seconds_until_freed`, after the load of the first.
+    `numbers`: "freed": `seconds_until_freed`, after the load of the first; "forgotten": whether D's prefix
+    cache has lost it.
     """
     prefill = yield from engines.prefill(p)
     decodes = {"first": (yield from engines.decode(d, prefill))}
     numbers = {"freed": (yield from seconds_until_freed(engines, p, prefill))}
-    yield from d.call("reset_prefix_cache")
+    yield from engines.wait_until_empty(d)
+    numbers["forgotten"] = float((yield from d.call("reset_prefix_cache")))
     decodes["second"] = yield from engines.decode(d, prefill)
     decodes["after"] = yield from engines.decode(d, (yield from engines.prefill(p)))
     return ScenarioObservation(decodes, numbers=numbers)

@@ -82,6 +82,7 @@ class Rig:
     host: Host
     rule: str  # of the case
     waited: bool = False  # another case of the cell has waited in vain for the end of something
+    ends_in_worker: dict[str, str] = field(default_factory=dict)  # see store_engine.end_in_worker
     # Whether sides that are made from now on schedule asynchronously: see Side.asynchronous.
     asynchronous: bool = False
     _sides: list[Side] = field(default_factory=list)
@@ -300,13 +301,13 @@ class Rig:
         vLLM tells the workers of each end (SchedulerOutput.finished_req_ids), so metadata need not. Raises
         Blocked if the worker half cannot run on this machine.
         """
-        from pytest_kvconform.rigs.scheduler.store_engine import worker_reports_an_end
+        from pytest_kvconform.rigs.scheduler.store_engine import spare_port, worker_reports_an_end
 
         known = Path(f"{self.host.spec.folder}-{os.getppid()}.{role}.hears")
         if not known.exists():
             known.write_text("")  # if a hook raises
             try:
-                if worker_reports_an_end(self, role, len(self.host.spec.ports) - (1 if role == "P" else 2)):
+                if worker_reports_an_end(self, role, spare_port(self, role)):
                     known.write_text(YES)
             except Blocked as blocked:
                 known.write_text(str(blocked))

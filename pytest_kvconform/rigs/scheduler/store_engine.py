@@ -76,21 +76,37 @@ def worker_reports_an_end(rig: Rig, role: str, port: int) -> bool:
     return reports
 
 
-def worker_ends(rig: Rig, role: str, prompt: tuple[int, ...], params: dict[str, Any]) -> bool:
-    """Whether a request with these params ends in an engine of this role with a worker half.
+def end_in_worker(rig: Rig, role: str, prompt: tuple[int, ...], params: dict[str, Any]) -> str:
+    """Return how a request with these params ends in an engine of this role that has a worker half, once for
+    each params of a case: "error", "computed", "loaded", or "" if it does not end.
 
-    Its metadata may name no block: the scheduler half may let the worker half report the load as failed.
+    The metadata of its steps may name no block: the scheduler half may let the worker half report the load as
+    failed. Raises Blocked if the worker half cannot run on this machine.
     """
-    port = len(rig.host.spec.ports) - (1 if role == "P" else 2)
-    side = start_engine_with_worker(rig, port=port, role=role)
-    id = side.add(prompt, params)
-    for _ in rig.waits(Deadline(rig.settle_s)):
-        if id in side.results:
-            break
-        side.step()
-    ended = id in side.results
-    end_engine_with_worker(side)
-    return ended
+    if (known := rig.ends_in_worker.get(key := f"{role} {params}")) is not None:
+        return known
+    side = start_engine_with_worker(rig, port=spare_port(rig, role), role=role)
+    try:
+        id = side.add(prompt, params)
+        for _ in rig.waits(Deadline(rig.settle_s)):
+            if id in side.results:
+                break
+            side.step()
+        if id not in side.results:
+            rig.waited, end = True, ""
+        elif side.results[id].finish == "error":
+            end = "error"
+        else:
+            end = "loaded" if side.first_external_tokens(id) else "computed"
+    finally:
+        end_engine_with_worker(side)
+    rig.ends_in_worker[key] = end
+    return end
+
+
+def spare_port(rig: Rig, role: str) -> int:
+    """The number of the port of an engine with a worker half beside those of a case: P's or D's."""
+    return len(rig.host.spec.ports) - (1 if role == "P" else 2)
 
 
 def start_scheduler_half(rig: Rig, other: str = "") -> Side:

@@ -53,8 +53,9 @@ def abort_leaves_other_requests_alone(rig: Rig, state: str) -> Evidence:
     d.run(lambda: other in d.results)
     computed, given = d.locally_computed_tokens(other), d.first_external_tokens(other)
     most = twin.first_external_tokens(alone)
-    if given < most and state == "failed":  # for a while D may load nothing from a P after such a failure
-        most = min(most, _loads_beside_another(rig, p, prompts, state))
+    # After a load has failed, D may load nothing from its P for a while, with and without the abort.
+    if given < most and state == "failed" and _loads_beside_another(rig, p, prompts, state) < most:
+        most = given
     never = given < 1 <= most
     if never and loading and _loads_beside_another(rig, p, prompts) < 1:
         never = _loads_next(rig, p, d) < 1

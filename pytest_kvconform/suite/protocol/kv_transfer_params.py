@@ -268,6 +268,12 @@ def p_survives_params_of_an_earlier_turn(rig: Rig, variant: None) -> Evidence:
     )
 
 
+NO_LOAD = {  # an end in an engine with a worker half, where no load was ordered -> what is wrong
+    "": "the request waits for ever: its load was announced, and none is ordered",
+    "loaded": "the workers reported a load that was not ordered, and none that failed: D uses what was there",
+}
+
+
 def _run_each(
     rig: Rig,
     role: str,
@@ -318,18 +324,19 @@ def _run_request(
     A load that is ordered is reported as failed. `names_own`, `names_p`: whether the metadata of a right load
     names blocks of this side, and blocks of P that the params name.
     """
+    from pytest_kvconform.rigs.scheduler.store_engine import end_in_worker
+
     id = side.add(prompt, params)
     side.rig.step_until_matched(side, id)
     if side.waits_for_remote_kv(id):
         step = side.rig.step_until_ordered(side, id)
         blocks, ordered = integers(params), step.block_ids_for(id)
         if names_own and not any(map(side.owns_block, ordered)):
-            from pytest_kvconform.rigs.scheduler.store_engine import worker_ends
-
             told = any(one.mentions(id) for one in side.steps)
-            if not (told and worker_ends(side.rig, side.role, prompt, params)):
-                return "the request waits for ever: its load was announced, and none is ordered"
-            names_p = False  # it reads nothing
+            end = end_in_worker(side.rig, side.role, prompt, params) if told else ""
+            if end in NO_LOAD:
+                return NO_LOAD[end]
+            names_p = False  # the workers refuse the params: D reads nothing of P
         if names_p and not blocks & ordered:
             return "the request waits for a load of nothing: the metadata names no block to load from"
         side.step(failed=[id])

@@ -227,13 +227,19 @@ def params_name_the_final_blocks(rig: Rig, way: str) -> Evidence:
             "",
             f"the params name blocks {wrong}, which are none of {sorted(owned)} that P had at the end{older}",
         )
-    # D may compute what no whole block, or no whole load_granularity, has: P need not hand that over
-    step = rig.subject.load_granularity or p.block_size
-    whole = len(prompt) // step * step // p.block_size
-    due = {block for group in p.full_attention_groups() for block in call.arguments["blocks"][group][:whole]}
+    # P need not hand over what D computes anyway, such as the tokens behind the last whole block
+    d = rig.side("D")
+    rig.step_until_matched(d, d_id := d.add(prompt, p.kv_transfer_params(id)))
+    loaded = d.first_external_tokens(d_id) or len(prompt)
+    due = {
+        block
+        for group in p.full_attention_groups()
+        for block in call.arguments["blocks"][group][: -(-loaded // p.group_sizes[group])]
+    }
     if missing := sorted(due - named):
         raise rig.violation(
-            "", f"the params leave out blocks {missing} of {sorted(due)} that hold the prompt"
+            "",
+            f"the params leave out blocks {missing} of {sorted(due)}. These hold the {loaded} tokens of D's load",
         )
     return Evidence(looked_at=len(named), unit="blocks")
 

@@ -17,9 +17,8 @@ PATIENCE_S = 1.2
 
 
 class Lease:
-    """In D's worker half: until when P keeps what a request needs, as far as D knows.
-
-    P frees what D has read.
+    """In D's worker half: until when P keeps what a request needs, as far as D knows: until its lease ends,
+    or D has read it.
     """
 
     def __init__(self, lease_s: float):

@@ -18,6 +18,7 @@ from pytest_kvconform.suite._peer_observations import (
 )
 
 SECOND = "the second of two samples of one prompt, which came after the load of the first one,"
+AFTER = "the request of D after two samples of one prompt"
 # outcome -> the rule that it breaks, and why it is likely so
 BREAKS = {
     WRONG: (
@@ -30,7 +31,10 @@ BREAKS = {
 
 @case("KV-BYTES-001", rig="peers", applies=one_rank, scenarios=("two_samples",))
 def second_sample_loads_right_bytes_or_none(bench: Bench, variant: None) -> Evidence:
-    """D loads a prompt for one sample. P frees and overwrites the blocks, and the second sample comes."""
+    """D loads a prompt for one sample. P frees and overwrites the blocks, and the second sample comes.
+
+    D may compute it, or end it with an error, and may then load nothing from this P for a while.
+    """
     lease_s = bench.peers.lease_s
     observed = completed(bench, "two_samples", "KV-BYTES-001", "P18 D18")
     first = check_right("KV-BYTES-001", observed, lease_s, {"first": "the first of two samples"})
@@ -41,12 +45,13 @@ def second_sample_loads_right_bytes_or_none(bench: Bench, variant: None) -> Evid
             f"P kept its blocks, {SECOND} ended {age:.1f} s after P's request had come, and the lease is "
             f"{lease_s:.0f} s: --kv-timeout-scale makes it longer"
         )
+    late = f"did not end within {Deadlines.scaled(bench.settings.timeout_scale).request:.0f} s"
     if what in BREAKS:
         rule, diagnosis = BREAKS[what]
-        words = {
-            WRONG: "loaded what P had written into the blocks since, and ended without an error",
-            STUCK: f"did not end within {Deadlines.scaled(bench.settings.timeout_scale).request:.0f} s",
-        }
-        raise violation(rule, f"{SECOND} {words[what]}", observed, ended, diagnosis)
-    after = check_right("KV-BYTES-001", observed, lease_s, {"after": "the next request of D"})
-    return evidence(first + after, "rows", observed, second=what)
+        stale = "loaded what P had written into the blocks since, and ended without an error"
+        raise violation(rule, f"{SECOND} {late if what == STUCK else stale}", observed, ended, diagnosis)
+    after = observed.decodes["after"]
+    if (last := outcome_of(after)) in BREAKS:
+        words = late if last == STUCK else "loaded wrong bytes"
+        raise violation(BREAKS[last][0], f"{AFTER} {words}", observed, after)
+    return evidence(first, "rows", observed, second=what, **observed.numbers)
