@@ -239,7 +239,8 @@ def params_name_the_final_blocks(rig: Rig, way: str) -> Evidence:
     if missing := sorted(due - named):
         raise rig.violation(
             "",
-            f"the params leave out blocks {missing} of {sorted(due)}. These hold the {loaded} tokens of D's load",
+            f"D loads {loaded} tokens, which are in blocks {sorted(due)} of P, and the params leave out "
+            f"blocks {missing}",
         )
     return Evidence(looked_at=len(named), unit="blocks")
 
