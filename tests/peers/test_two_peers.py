@@ -45,6 +45,12 @@ def test_a_d_that_notifies_one_p_in_a_step_is_found(run_cases: Callable[..., Rep
     assert re.search("from two P's at once: .* was loaded, and .* P still holds its blocks", found[FREED][1])
 
 
+def test_a_d_that_releases_nothing_in_a_step_that_loads_is_found(run_cases: Callable[..., Reported]) -> None:
+    found = run_cases("LoadsOrReleases", "P1D1", lease_s=LEASE_S, modules=MODULE)
+    assert {name: outcome for name, (outcome, _) in found.items()} == {CASE: "PASS", FREED: "FAIL"}, found
+    assert "in the step after another one has ended: the request whose load has ended was" in found[FREED][1]
+
+
 @pytest.mark.parametrize("connector", WRONG)
 def test_addresses_of_another_peer_are_found(run_cases: Callable[..., Reported], connector: str) -> None:
     outcome, why = run_cases(connector, "P1D1", lease_s=LEASE_S, modules=MODULE)[CASE]

@@ -9,7 +9,7 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, KVConnectorTransferResults
 
 from reference_connector import ReferenceConnector
-from reference_connector.connector import Metadata
+from reference_connector.connector import Metadata, WorkerReport
 
 CLOSED_S = 3.0  # for which D loads nothing from a P after a failure
 
@@ -120,3 +120,57 @@ class CircuitBreaker(ReferenceConnector):
             if handoff := self._scheduler._handoffs.get(name):
                 self.closed[handoff.remote_engine_id] = time.monotonic() + CLOSED_S
         super().update_connector_output(connector_output)
+
+
+@dataclass
+class Telling(Metadata):
+    """Orders, and requests that have ended."""
+
+    ended: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Told(WorkerReport):
+    """The report, and requests of whose end a worker knows."""
+
+    known: set[str] = field(default_factory=set)
+
+    def aggregate(self, other: Any) -> Any:
+        return Told(self.notified | other.notified, self.missed | other.missed, self.known | other.known)
+
+
+class BusyUntilTold(ReferenceConnector):
+    """Tells its workers of each end in its own metadata, and lets vLLM step until they have said so."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any):
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.tell: list[str] = []
+        self.telling = 0  # ends of which no worker has said that it knows
+        self.known: set[str] = set()  # by the worker half
+
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> Any:
+        self.tell.append(request.request_id)
+        self.telling += 1
+        return super().request_finished_all_groups(request, block_ids)
+
+    def build_connector_meta(self, scheduler_output: Any) -> Telling:
+        tell, self.tell = self.tell, []
+        return Telling(self._scheduler.take_orders(), tell)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        self.known |= set(self._get_connector_metadata().ended)
+        super().start_load_kv(forward_context, **kwargs)
+
+    def build_connector_worker_meta(self) -> Any:
+        report, known = super().build_connector_worker_meta() or WorkerReport(), self.known
+        self.known = set()
+        found = Told(report.notified, report.missed, known)
+        return found if found.notified or found.missed or known else None
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        super().update_connector_output(connector_output)
+        if isinstance(report := connector_output.kv_connector_worker_meta, Told):
+            self.telling -= len(report.known)
+
+    def has_pending_push_work(self) -> bool:
+        return super().has_pending_push_work() or self.telling > 0

@@ -99,6 +99,13 @@ def test_choices_of_the_connector(
     assert wrong(run) == {} and run.outcomes[passes] == "PASS"
 
 
+def test_push_work_may_end_with_a_report_of_the_workers(run_cases: Callable[..., CellRun]) -> None:
+    connector = "tests.right_connectors.choices:BusyUntilTold"
+    run = run_cases("interface", connector, only=lambda one: one.module == "interface/capabilities")
+    assert wrong(run) == {}
+    assert run.outcomes["optional_hooks_return_their_types[D]"] == "PASS"
+
+
 @pytest.mark.parametrize(
     ("connector", "words"),
     [

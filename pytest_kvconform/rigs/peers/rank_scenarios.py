@@ -235,10 +235,11 @@ def failed_load(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) ->
 
 
 def two_peers(engines: ScenarioEngines, p: SteppedEngine, other: SteppedEngine, d: SteppedEngine) -> Steps:
-    """D loads from two P's in turn, from each of them twice, and then from both in the same steps.
+    """D loads from two P's in turn, from each of them twice, and then from both in the same steps. Then it
+    begins a load from the first P in the step after the one in which it has heard of the end of another.
 
     The pool of the second P is larger: its KV lies at other addresses. `numbers`: request of those of the
-    same steps -> `seconds_until_freed`.
+    same steps, or the one before the other -> `seconds_until_freed`.
     """
     decodes, numbers, both = {}, {}, {}
     for turn in TURNS:
@@ -262,6 +263,21 @@ def two_peers(engines: ScenarioEngines, p: SteppedEngine, other: SteppedEngine, 
         decodes[name] = yield from engines.finish_decode(d, request, added)
     for name, (peer, prefill) in both.items():
         numbers[name] = yield from seconds_until_freed(engines, peer, prefill)
+    before, then = (yield from engines.prefill(p)), (yield from engines.prefill(p))
+    yield from d.pause_stepping()
+    added, ends = time.monotonic(), (yield from engines.add_decode(d, before))
+    for _ in range(STEPS):
+        yield from d.call("step", 0.0)
+        ranks = yield from d.call("rank_observations")
+        if all(rank.reports_of("recving", ends.id) for rank in ranks):
+            break
+        yield from let_run(awhile, d, most=2 * awhile)
+    begins = yield from engines.add_decode(d, then)
+    yield from d.call("step", 0.0)
+    d.resume()
+    decodes["before"] = yield from engines.finish_decode(d, ends, added)
+    decodes["then"] = yield from engines.finish_decode(d, begins, added)
+    numbers["before"] = yield from seconds_until_freed(engines, p, before)
     too_slow = engines.too_slow(p, d) or engines.too_slow(other, d)
     return ScenarioObservation(decodes, numbers=numbers, too_slow=too_slow)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from reference_connector import ReferenceConnector
 
-__all__ = ["CountsNoticesOfAll", "OnePeerAStep", "PairsOnce", "PairsWithTheLast"]
+__all__ = ["CountsNoticesOfAll", "LoadsOrReleases", "OnePeerAStep", "PairsOnce", "PairsWithTheLast"]
 
 
 class PairsOnce(ReferenceConnector):
@@ -72,3 +72,15 @@ class OnePeerAStep(ReferenceConnector):
             orders.releases = [lease for lease in orders.releases if lease not in lost]
             self._report.notified |= set(lost)
         super().start_load_kv(forward_context, **kwargs)
+
+
+class LoadsOrReleases(ReferenceConnector):
+    """The metadata of a step that begins loads has no releases, and those are forgotten."""
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        metadata = super().build_connector_meta(scheduler_output)
+        if metadata.orders.loads:
+            for lease in metadata.orders.releases:
+                self._scheduler._leases.pop(lease, None)
+            metadata.orders.releases = []
+        return metadata

@@ -19,6 +19,7 @@ from pytest_kvconform.suite._peer_observations import (
 LATER = 4.0  # times as long as after another load, and P still holds blocks
 READERS = {"one": "the first D", "other": "the second D"}
 AT_ONCE = "D loads from two P's at once: the request for KV of"
+BEFORE = "D begins a load in the step after another one has ended: the request whose load has ended"
 PEERS = {"one": "the first P", "other": "the second P, whose pool is larger,"}
 
 
@@ -33,14 +34,15 @@ def each_load_is_from_its_own_peer(bench: Bench, variant: None) -> Evidence:
         for name in PEERS
     }
     requests |= {f"both_{name}": f"{AT_ONCE} {PEERS[name]}" for name in PEERS}
+    requests |= {"before": BEFORE, "then": "the request whose load D begins then"}
     rows = check_right(rule, observed, bench.peers.lease_s, requests)
     return evidence(rows, "rows", observed)
 
 
 @case("KV-BLOCKS-001", rig="peers", applies=one_rank, scenarios=("two_readers", "two_peers"))
 def blocks_are_freed_whichever_d_loads(bench: Bench, variant: None) -> Evidence:
-    """Two D's load from one P in turn, each twice, and one D from two P's in the same steps: each P frees the
-    blocks after each load.
+    """Two D's load from one P in turn, each twice, and one D from two P's in the same steps. Then this D
+    begins a load in the step after another one has ended. Each P frees the blocks after each load.
 
     The load after which a P does that soonest shows how long it needs.
     """
@@ -54,10 +56,11 @@ def blocks_are_freed_whichever_d_loads(bench: Bench, variant: None) -> Evidence:
     rows = check_right(rule, observed, lease_s, requests)
     at_once = completed(bench, "two_peers", rule, "")
     freed = {words: observed.numbers[name] for name, words in requests.items()}
+    others = {f"both_{name}": f"{AT_ONCE} {PEERS[name]}" for name in PEERS} | {"before": BEFORE}
     freed |= {
-        f"{AT_ONCE} {PEERS[name]}": at_once.numbers[f"both_{name}"]
-        for name in PEERS
-        if outcome_of(at_once.decodes[f"both_{name}"]) == RIGHT  # of others another case reports
+        words: at_once.numbers[name]
+        for name, words in others.items()
+        if outcome_of(at_once.decodes[name]) == RIGHT  # of others another case reports
     }
     soonest, longest = min((one for one in freed.values() if one >= 0), default=lease_s), -min(freed.values())
     too_slow, kept = observed.too_slow or at_once.too_slow, longest >= LATER * soonest
@@ -79,8 +82,10 @@ def blocks_are_freed_whichever_d_loads(bench: Bench, variant: None) -> Evidence:
                 f"{words} was loaded, and {-seconds:.1f} s after P's request had come P still holds its "
                 f"blocks. It has freed those of another one after {soonest:.1f} s",
                 observed,
-                diagnosis="P takes what one D says for what another one has said, or hears one of them alone"
-                if not words.startswith(AT_ONCE)
-                else "if loads from two P's end in one step, D notifies one of them",
+                diagnosis="if a step begins a load, D notifies no P in it"
+                if words == BEFORE
+                else "if loads from two P's end in one step, D notifies one of them"
+                if words.startswith(AT_ONCE)
+                else "P takes what one D says for what another one has said, or hears one of them alone",
             )
     return evidence(rows, "rows", observed, soonest_s=round(soonest, 3))
