@@ -11,8 +11,8 @@ import pytest
 
 from pytest_kvconform import declaration, features
 
-HERE = Path(__file__).parent  # fakekv and shuffles are found here
-TODAY = declaration.today()  # of all runs in this process: it stays the same if midnight passes meanwhile
+HERE = Path(__file__).parent  # fakekv, fixed_day and shuffles are found here
+TODAY = declaration.today()  # of all runs, those in other processes, too, though midnight passes meanwhile
 
 
 def declare(path: Path, unsupported: dict[str, str], more: str = "") -> Path:
@@ -69,6 +69,7 @@ def kv(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Callable[.
     monkeypatch.setattr(declaration, "today", lambda: TODAY)
     monkeypatch.syspath_prepend(HERE)
     monkeypatch.setenv("PYTHONPATH", f"{HERE}:{HERE.parents[1]}")
+    monkeypatch.setenv("FAKEKV_TODAY", str(TODAY))
     monkeypatch.setenv("_KVCONFORM_TEST_PACKAGE", "fakekv")
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # what else is installed here has no say
     for name in (
@@ -102,9 +103,10 @@ def kv(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Callable[.
         plugins = ["-p", "pytest_kvconform.plugin", *(("-p", "xdist.plugin") if "-n2" in arguments else ())]
         # xdist gives its workers the sys.path with which this process began, so
         # its runs need one of their own.
-        runpytest = (
-            pytester.runpytest_subprocess if apart or "-n2" in arguments else pytester.runpytest_inprocess
-        )
+        if apart or "-n2" in arguments:
+            runpytest, plugins = pytester.runpytest_subprocess, [*plugins, "-p", "fixed_day"]
+        else:
+            runpytest = pytester.runpytest_inprocess
         return Run(runpytest(*plugins, *subject, *arguments), pytester.path, log)
 
     return run
