@@ -47,6 +47,7 @@ WRONG = {
     "ThreadForStates",
     "SaysThatItLoaded",
     "SaysNothingOfIt",
+    "KeepsWhatItTold",
 }
 OTHERS = (
     {"TcpPull", "SavesBeforeReuse", "HoldsBlocks", "NoEvents", "SavesInBackground", "TakesItsTime"}

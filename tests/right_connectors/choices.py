@@ -174,3 +174,32 @@ class BusyUntilTold(ReferenceConnector):
 
     def has_pending_push_work(self) -> bool:
         return super().has_pending_push_work() or self.telling > 0
+
+
+class TellsOfEnds(BusyUntilTold):
+    """Tells its workers of each end in every step, until they have said that they know it."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any):
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.untold: set[str] = set()  # requests that have ended
+
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> Any:
+        self.untold.add(request.request_id)
+        return ReferenceConnector.request_finished_all_groups(self, request, block_ids)
+
+    def build_connector_meta(self, scheduler_output: Any) -> Telling:
+        return Telling(self._scheduler.take_orders(), sorted(self.untold))
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        super().update_connector_output(connector_output)
+        if isinstance(report := connector_output.kv_connector_worker_meta, Told):
+            self.untold -= report.known
+
+
+class KeepsWhatItTold(TellsOfEnds):
+    """Wrong: its scheduler half keeps what it heard of its workers."""
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        before = set(self.untold)
+        super().update_connector_output(connector_output)
+        self.untold = before

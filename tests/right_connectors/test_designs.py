@@ -107,6 +107,24 @@ def test_push_work_may_end_with_a_report_of_the_workers(run_cases: Callable[...,
 
 
 @pytest.mark.parametrize(
+    ("connector", "variants", "outcome"),
+    [
+        ("TellsOfEnds", "plain-abort-running p-stop d-abort-loading d-hit d-failed d-preempted", "PASS"),
+        ("KeepsWhatItTold", "p-stop d-length d-abort-waiting", "FAIL"),
+    ],
+)
+def test_an_end_may_be_remembered_until_own_workers_know_it(
+    run_cases: Callable[..., CellRun], connector: str, variants: str, outcome: str
+) -> None:
+    """They say so in build_connector_worker_meta, and scripted workers do not."""
+    connector, case = f"tests.right_connectors.choices:{connector}", "memory_of_ended_requests_is_bounded"
+    run = run_cases("protocol", connector, variants=variants, only=lambda one: one.case.name == case)
+    assert run.outcomes == {f"{case}[{ending}]": outcome for ending in variants.split()}, wrong(run)
+    for finding in run.findings.values():
+        assert finding.rule == "KV-FINISH-003" and finding.happened.endswith(" by now: untold.item")
+
+
+@pytest.mark.parametrize(
     ("connector", "words"),
     [
         ("SaysThatItLoaded", "the workers reported a load that was not ordered"),

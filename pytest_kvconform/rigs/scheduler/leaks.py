@@ -219,8 +219,11 @@ def is_word(part: str) -> bool:
     return part.isidentifier() and not any(map(str.isdigit, part))
 
 
-def growing_memory(sides: Iterable[Side], repeat: Callable[[], object], declared: int) -> str:
-    """One sentence about a connector that remembers ever more requests that have ended; "": none does.
+def growing_memory(
+    sides: Iterable[Side], repeat: Callable[[], object], declared: int
+) -> dict[tuple[Side, str], str]:
+    """Places in connectors that remember ever more requests that have ended: side and place, as `remembered`
+    names it -> a sentence. The worst comes first.
 
     `repeat` lets further requests come and end on these sides, as the ones before. A memory that has a limit
     is right, for example one that tells late messages about an ended request from nonsense. The limit may be
@@ -232,7 +235,7 @@ def growing_memory(sides: Iterable[Side], repeat: Callable[[], object], declared
     """
     sides, may = tuple(sides), max(ENOUGH, declared)
     if not any(map(remembered, sides)):
-        return ""
+        return {}
 
     def again() -> None:
         for side in sides:
@@ -255,15 +258,13 @@ def growing_memory(sides: Iterable[Side], repeat: Callable[[], object], declared
             break
         early, late = late, most(ENOUGH)
     if not late - early:
-        return ""
+        return {}
     set_ahead(LATER_S, monotonic=True)  # a connector may forget requests after some time
     most(A_FEW)
     now = Counter({(side, place): n for side in sides for place, n in remembered(side).items()})
     growing = [(now[where], *where) for where, n in late.items() if max(early[where], may) < n <= now[where]]
-    if not growing:
-        return ""
-    number, side, place = max(growing, key=lambda one: one[0])
-    return (
-        f"the connector of {side.name} remembers ever more requests that have ended, {number} of "
-        f"{len(side.finished)} by now: {place}"
-    )
+    return {
+        (side, place): f"the connector of {side.name} remembers ever more requests that have ended, {number} "
+        f"of {len(side.finished)} by now: {place}"
+        for number, side, place in sorted(growing, key=lambda one: -one[0])
+    }

@@ -50,7 +50,6 @@ from pytest_kvconform.rigs.engine.router import RENDEZVOUS, prefill_params
 from pytest_kvconform.rigs.processes.cores import Deadline, own_core_wait
 from pytest_kvconform.rigs.processes.hangs import LEFT_OUT_S
 from pytest_kvconform.rigs.scenario import tokens, with_other_tokens
-from pytest_kvconform.rigs.scheduler.leaks import growing_memory
 from pytest_kvconform.rigs.scheduler.side import Side
 from pytest_kvconform.rigs.scheduler.side_state import (
     APART,
@@ -293,6 +292,10 @@ class Rig:
             )
         )
 
+    def shared_file(self, name: str) -> Path:
+        """A file of all cases that are forked from this host, for what one of them has found out."""
+        return Path(f"{self.host.spec.folder}-{os.getppid()}.{name}")
+
     def workers_hear_of_ends(self, role: str) -> bool:
         """Whether the connector of a role keeps the blocks of a request that it hands to nobody, and its
         worker half reports the end, see `store_engine.worker_reports_an_end`. A worker half shows it, once
@@ -303,7 +306,7 @@ class Rig:
         """
         from pytest_kvconform.rigs.scheduler.store_engine import spare_port, worker_reports_an_end
 
-        known = Path(f"{self.host.spec.folder}-{os.getppid()}.{role}.hears")
+        known = self.shared_file(f"{role}.hears")
         if not known.exists():
             known.write_text("")  # if a hook raises
             try:
@@ -334,13 +337,3 @@ class Rig:
                     f"after every request has ended, on {side.name} {left[0]}",
                     differs="; ".join(left[1:]),
                 )
-
-    def require_bounded_memory(self, sides: Iterable[Side], repeat: Callable[[], object]) -> None:
-        """Raise Violation (KV-FINISH-003) if a connector remembers ever more requests that have ended: see
-        `leaks.growing_memory`.
-        """
-        sides = tuple(sides)
-        if growing := growing_memory(sides, repeat, self.subject.remembers):
-            for side in sides:
-                side.require_standard_reports()
-            raise self.violation(LEFT, growing, diagnosis="the connector keeps something of every request")

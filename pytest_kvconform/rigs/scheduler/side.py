@@ -275,18 +275,21 @@ class Side(SideState):
         The hook is build_connector_worker_meta: the scripted worker cannot send such a report. A store waits
         for what is saved, and so does a connector that holds blocks in vLLM's pool.
         """
-        from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1 as Base
-
-        kinds = {type(one) for one in getattr(self.connector, "_connectors", ()) or (self.connector,)}
-        built = Base.build_connector_worker_meta
-        own = {kind for kind in kinds if kind.build_connector_worker_meta is not built}
-        holds = {kind for kind in kinds if kind.bind_gpu_block_pool is not Base.bind_gpu_block_pool}
+        own = self.classes_with("build_connector_worker_meta")
+        holds = self.classes_with("bind_gpu_block_pool")
         waits = bool(own if self.rig.subject.is_store else own & holds)
         if waits and self.worker is None:
             raise Blocked(
                 f"{self.rig.subject.connector} waits for reports of its own workers "
                 "(build_connector_worker_meta), and the scheduler rig has no worker"
             )
+
+    def classes_with(self, hook: str) -> set[type]:
+        """Classes of the connector, and of those within a MultiConnector, that have a hook of their own."""
+        from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+        kinds = {type(one) for one in getattr(self.connector, "_connectors", ()) or (self.connector,)}
+        return {kind for kind in kinds if getattr(kind, hook) is not getattr(KVConnectorBase_V1, hook)}
 
     def call_hook(self, hook: str, *args: Any) -> Any:
         """Call a hook of the connector as vLLM does, with the checks of the recorder. Raises HookRaised."""

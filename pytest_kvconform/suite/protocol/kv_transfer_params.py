@@ -298,8 +298,9 @@ def _run_each(
     every = itertools.cycle(table.values())
     if not wrong and side:
         growing = growing_memory((side,), lambda: fate(side, next(every)), rig.subject.remembers)
-        if growing:
-            wrong[growing] = list(table)
+        for sentence in growing.values():
+            wrong[sentence] = list(table)
+            break
     if wrong:
         reported, fields = next(iter(wrong.items()))
         more = "; ".join(f"{', '.join(others)}: {text}" for text, others in list(wrong.items())[1:])

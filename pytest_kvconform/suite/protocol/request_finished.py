@@ -71,9 +71,11 @@ def memory_of_ended_requests_is_bounded(rig: Rig, ending: str) -> Evidence:
 
     If it remembers anything of one request after its end, many more requests end in the same way.
     """
+    from pytest_kvconform.rigs.scheduler.live.endings import require_bounded_memory
+
     sides = _end_one(rig, ending, ())
     ends = _ends(*sides)
-    rig.require_bounded_memory(sides, lambda: _end_one(rig, ending, sides))
+    require_bounded_memory(rig, sides, lambda: _end_one(rig, ending, sides), ending)
     return ends
 
 

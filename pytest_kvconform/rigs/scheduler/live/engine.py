@@ -185,6 +185,10 @@ class LiveEngine:
         """Let clocks of this process show another time: see clocks.py."""
         set_ahead(seconds, monotonic)
 
+    def do(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call function(engine, *args) in the process of the engine."""
+        return function(self, *args)
+
     def sizes(self) -> dict[str, int]:
         """What both halves of the connector remember, and what their process has open: see sizes.py."""
         gc.collect()
