@@ -59,6 +59,7 @@ def run(case_runner: CaseRunner) -> Run:
 PREEMPTED, BOUNDED = "preempted_blocks_are_never_read_again", "memory_of_both_halves_is_bounded"
 MANY, FAR = "many_loads_in_flight_arrive", "large_block_ids_and_offsets_arrive"
 CLOCKS, DRAFTS = "wall_clocks_may_differ_and_jump", "kv_arrives_beside_slots_of_drafts"
+IDS = "any_request_id_is_handed_over"
 DIFFER = "loads_are_made_although_clocks_differ"
 KINDS, EMBEDS = "requests_of_every_kind_end", "loads_belong_to_their_own_embeddings[saved]"
 OF_ANOTHER = r"\(request 1\), token \d+ in block \d+ of \S+ is token \d+ of request 0, computed by engine 0"
@@ -102,6 +103,8 @@ WRONG = [
         {"two_engines_hand_over_both_ways": r"reported \['cmpl-.*'\] in finished_\w+, and .* became \["},
         rules="KV-ASYNC-001",
     ),
+    Wrong("CutsAtColons", {IDS: r"with the id 'tenant:42', 9 characters: .*assert"}, rules="KV-IDS-001"),
+    Wrong("DropsLongIds", {IDS: r"with the id 'longlong.*', 300 characters: .* keeps"}, rules="KV-IDS-001"),
     Wrong("LeasesByWallClock", {f"{CLOCKS}[p_jumps]": r"ended with an error"}, rules="KV-CLOCK-001"),
     Wrong(
         "ExpiresByWallClock",
@@ -150,13 +153,13 @@ UNFIT = EMBEDS, EMBEDS.replace("saved", "handed_over")
 RIGHT = {
     "Right": "",
     "BlockStore": "preemption many numbers speculation kinds",
-    "LaterStore": "preemption many numbers speculation",
-    "PacksBlocks": "preemption numbers roles",
+    "LaterStore": "preemption many numbers request_ids speculation",
+    "PacksBlocks": "preemption numbers request_ids roles",
     "ParksReports": "roles",
     "RemembersSome": "many",
-    "Rendezvous": "preemption numbers roles",
-    "LayerWise": "preemption many numbers roles",
-    "NixlConnector": "preemption many numbers roles kinds",
+    "Rendezvous": "preemption numbers request_ids roles",
+    "LayerWise": "preemption many numbers request_ids roles",
+    "NixlConnector": "preemption many numbers request_ids roles kinds",
 }
 
 

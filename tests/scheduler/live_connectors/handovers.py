@@ -310,3 +310,21 @@ class ReadsSamplingParams(ReferenceConnector):
     def on_new_request(self, request: Any) -> None:
         self.longest = max(getattr(self, "longest", 0), request.sampling_params.max_tokens)
         super().on_new_request(request)
+
+
+class CutsAtColons(ReferenceConnector):
+    """Wrong: P's workers report what stands before the first colon of an id."""
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        found = super().get_transfer_results(finished_req_ids)
+        sent = {id.partition(":")[0] for id in found.finished_sending}
+        return KVConnectorTransferResults(sent, found.finished_recving, found.failed_recving)
+
+
+class DropsLongIds(ReferenceConnector):
+    """Wrong: P's workers drop a notification of more than 256 characters."""
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        found = super().get_transfer_results(finished_req_ids)
+        sent = {id for id in found.finished_sending if len(id) <= 256}
+        return KVConnectorTransferResults(sent, found.finished_recving, found.failed_recving)

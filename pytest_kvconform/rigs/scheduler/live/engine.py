@@ -83,16 +83,18 @@ class LiveEngine:
         *,
         loads_from: int = 0,
         like: str = "",
+        name: str = "",
         **more: Any,
     ) -> str:
         """Hand a request to the scheduler. Returns its id.
 
         `owner`: number of the prompt, the same on every engine. `loads_from`: the engine that has computed
         what a load brings. `like`: P's id of the request; D's differs in its last word, as in a deployment.
-        `more`: of `Side.add`.
+        `name`: the words before it; "": made here. `more`: of `Side.add`.
         """
         self._added += 1
-        id = f"{like.rpartition('-')[0] or f'cmpl-{self.side.name}-{self._added}'}-{ON_D if like else ON_P}"
+        name = like.rpartition("-")[0] or name or f"cmpl-{self.side.name}-{self._added}"
+        id = f"{name}-{ON_D if like else ON_P}"
         self.owners[id], self.computed_by[id] = owner % OWNERS, loads_from
         return self.side.add(prompt, params, id=id, **more)
 
