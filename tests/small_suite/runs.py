@@ -11,7 +11,7 @@ import pytest
 
 from pytest_kvconform import declaration, features
 
-HERE = Path(__file__).parent  # fakekv, fixed_day and shuffles are found here
+HERE = Path(__file__).parent  # fakekv and shuffles are found here
 TODAY = declaration.today()  # of all runs, those in other processes, too, though midnight passes meanwhile
 
 
@@ -103,10 +103,9 @@ def kv(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Callable[.
         plugins = ["-p", "pytest_kvconform.plugin", *(("-p", "xdist.plugin") if "-n2" in arguments else ())]
         # xdist gives its workers the sys.path with which this process began, so
         # its runs need one of their own.
-        if apart or "-n2" in arguments:
-            runpytest, plugins = pytester.runpytest_subprocess, [*plugins, "-p", "fixed_day"]
-        else:
-            runpytest = pytester.runpytest_inprocess
+        runpytest = (
+            pytester.runpytest_subprocess if apart or "-n2" in arguments else pytester.runpytest_inprocess
+        )
         return Run(runpytest(*plugins, *subject, *arguments), pytester.path, log)
 
     return run

@@ -1,10 +1,12 @@
 """A suite of four small cases, with a bench that starts nothing.
 
 What each case does is said in the variable FAKEKV: glob of `case[family-topology-variant]` -> deed (see
-`act`).
+`act`). The day of a run is FAKEKV_TODAY, though midnight passes meanwhile.
 """
 
+import datetime
 import fnmatch
+import functools
 import json
 import os
 import signal
@@ -13,7 +15,11 @@ import time
 
 import numpy as np
 
+from pytest_kvconform import declaration
 from pytest_kvconform.result import Blocked, Evidence, Finding, HarnessError, Violation
+
+if day := os.environ.get("FAKEKV_TODAY"):
+    declaration.today = functools.partial(datetime.date.fromisoformat, day)
 
 
 def act(bench, rule, name, variant, moved):
