@@ -46,6 +46,11 @@ STATISTICS = [
         ),
         rules="KV-STATS-002",
     ),
+    statistics(
+        "RecordsNothing",
+        on(LOGGED, r"they are logged, and all 1 of its Prometheus metrics are still 0"),
+        rules="KV-STATS-002",
+    ),
 ]
 
 
@@ -109,7 +114,13 @@ def test_a_mistake_on_the_way_of_statistics_is_found_by_its_case_alone(
 
 @pytest.mark.parametrize(
     ("connector", "topology"),
-    [("Right", "P1D1"), ("Right", "P1D2"), ("CountsLoads", "P1D2"), ("ReferenceConnector", "P2D1")],
+    [
+        ("Right", "P1D1"),
+        ("Right", "P1D2"),
+        ("CountsLoads", "P1D2"),
+        ("CountsFailures", "P1D1"),
+        ("ReferenceConnector", "P2D1"),
+    ],
 )
 def test_statistics_of_right_connectors_are_logged(
     run_cases: Callable[..., CellRun], connector: str, topology: str

@@ -24,6 +24,7 @@ __all__ = [
     "BuildsNoMetrics",
     "ClipsEachWindow",
     "CountsDown",
+    "CountsFailures",
     "CountsLoads",
     "DividesByNothing",
     "EndsWithTheForward",
@@ -33,6 +34,7 @@ __all__ = [
     "HandsOverWhatRuns",
     "LoadsWhatRuns",
     "NumbersItsKeys",
+    "RecordsNothing",
     "SendsAPath",
     "StopsAtWarmUp",
     "WantsTuples",
@@ -158,6 +160,31 @@ class CountsLoads(Right):
     @classmethod
     def build_prom_metrics(cls, *args: Any) -> KVConnectorPromMetrics | None:
         return cls.metrics(*args)
+
+
+class FailuresCounter(LoadsCounter):
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        self.counters[engine_idx].inc(transfer_stats_data["failures"])
+
+
+class CountsFailures(CountsLoads):
+    """No mistake: it logs how many loads there were, and its metrics count those that failed."""
+
+    metrics = FailuresCounter
+
+    def reported(self, loads: int) -> dict[Any, Any]:
+        return {"loads": loads, "failures": 0}
+
+
+class Silent(LoadsCounter):
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        pass
+
+
+class RecordsNothing(CountsLoads):
+    """Its metrics take no statistics."""
+
+    metrics = Silent
 
 
 class SendsAPath(CountsLoads):

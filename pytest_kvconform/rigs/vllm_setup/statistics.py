@@ -8,6 +8,7 @@ kv_transfer/kv_connector/v1/metrics.py). vLLM is imported inside functions only.
 
 from __future__ import annotations
 
+import contextlib
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,7 +27,8 @@ class StatisticsTrace:
     rebuilt: bool = True  # whether build_kv_connector_stats returned something for all of them
     line: str = ""  # what was logged
     metrics: tuple[str, ...] = ()  # names of the connector's Prometheus metrics
-    samples: int = 0  # of these metrics that are not 0
+    # of these metrics that are not 0. If all are, zeros of the statistics count as ones: see `_with_ones`.
+    samples: int = 0
 
 
 class StatisticsPath:
@@ -68,7 +70,7 @@ class StatisticsPath:
             lines: list[str] = []
             self._run("log", lambda: self._logging.log(log_fn=lambda text, *args: lines.append(text % args)))
             line = "; ".join(lines)
-            samples = self._count_samples()
+            samples = self._count_samples() or self._count_with_ones()
         found = StatisticsTrace(
             self._reported, self._stage, self._error, rebuilt, line[:400], self._names, samples
         )
@@ -109,6 +111,13 @@ class StatisticsPath:
         self._run("Prometheus", lambda: self._prometheus.observe(payload, 0))
         return bool(self._stage) or self._logging.transfer_stats_accumulator is not None
 
+    def _count_with_ones(self) -> int:
+        """Samples that are not 0 if what the statistics count as 0 had happened once, as a failed load."""
+        for sent in self._sent:
+            with contextlib.suppress(Exception):  # no connector has reported this
+                self._prometheus.observe(_with_ones(_decode(sent)), 0)
+        return self._count_samples()
+
     def _count_samples(self) -> int:
         from prometheus_client import REGISTRY
 
@@ -123,6 +132,15 @@ class StatisticsPath:
 
 # Functions of a connector in a stack, which name the stage of its statistics better.
 _STAGES = ("aggregate", "reduce", "is_empty")
+
+
+def _with_ones(value: Any) -> Any:
+    """The same statistics with 1 for each 0, and with [1.0] for each empty list."""
+    if isinstance(value, dict):
+        return {key: _with_ones(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_with_ones(inner) for inner in value] or [1.0]
+    return 1 if type(value) in (int, float) and not value else value
 
 
 def _encode(payload: Any) -> bytes:
