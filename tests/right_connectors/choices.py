@@ -1,4 +1,6 @@
-"""Connectors that choose otherwise what P names, where a load is refused, and from whom D loads."""
+"""Connectors that choose otherwise what P names, where a load is refused, in how many steps it is ordered, from
+whom D loads, and what the scheduler half remembers until its workers report.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +8,12 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from msgspec import structs
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, KVConnectorTransferResults
 
 from reference_connector import ReferenceConnector
 from reference_connector.connector import Metadata, WorkerReport
+from reference_connector.messages import Load
 
 CLOSED_S = 3.0  # for which D loads nothing from a P after a failure
 
@@ -203,3 +207,47 @@ class KeepsWhatItTold(TellsOfEnds):
         before = set(self.untold)
         super().update_connector_output(connector_output)
         self.untold = before
+
+
+@dataclass
+class Parts(Metadata):
+    """Orders whose loads name no blocks, and the next blocks of loads: request -> (group, block ids)."""
+
+    named: dict[str, tuple[int, list[int]]] = field(default_factory=dict)
+
+
+class OrdersInParts(ReferenceConnector):
+    """Names one or two blocks of a load in each step, and orders the load with the last ones."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any):
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.parts: dict[str, tuple[Load, list[tuple[int, list[int]]]]] = {}
+        self.tables: dict[str, dict[int, list[int]]] = {}  # worker half: request -> group -> block ids
+
+    def build_connector_meta(self, scheduler_output: Any) -> Parts:
+        orders, named = self._scheduler.take_orders(), {}
+        for id, load in orders.loads.items():
+            empty = structs.replace(load, groups=[structs.replace(one, blocks=[]) for one in load.groups])
+            parts = [
+                (number, list(one.blocks[first : first + 2]))
+                for number, one in enumerate(load.groups)
+                for first in range(0, max(1, len(one.blocks)), 2)
+            ]
+            self.parts[id] = empty, parts
+        orders.loads = {}
+        for id, (load, parts) in list(self.parts.items()):
+            named[id] = parts.pop(0)
+            if not parts:
+                orders.loads[id] = load
+                del self.parts[id]
+        return Parts(orders, named)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        metadata: Any = self._get_connector_metadata()
+        for id, (group, blocks) in metadata.named.items():
+            self.tables.setdefault(id, {}).setdefault(group, []).extend(blocks)
+        for id, load in metadata.orders.loads.items():
+            tables = self.tables.pop(id)
+            groups = [structs.replace(one, blocks=tables[number]) for number, one in enumerate(load.groups)]
+            metadata.orders.loads[id] = structs.replace(load, groups=groups)
+        super().start_load_kv(forward_context, **kwargs)

@@ -79,6 +79,7 @@ def test_no_transfer_is_held_of_a_load_within_a_step(run_cases: Callable[..., Ce
     assert run.outcomes == {"each_rank_reports_once": "PASS"}, wrong(run)
 
 
+FILLS, FREED = "load_fills_the_allocated_blocks[no_hit]", "load_is_not_ordered_into_freed_blocks[hit]"
 FINAL, CORRUPT = "params_name_the_final_blocks[chunked]", "corrupted_params_fail_only_their_request[flag]"
 
 
@@ -87,13 +88,17 @@ FINAL, CORRUPT = "params_name_the_final_blocks[chunked]", "corrupted_params_fail
     [
         ("NamesWholeBlocks", "protocol/request_finished", "", FINAL),
         ("RefusesInTheWorker", "protocol/kv_transfer_params", "missing flag", CORRUPT),
+        ("OrdersInParts", "protocol/matched_tokens", "no_hit starved", FILLS),
+        ("OrdersInParts", "protocol/connector_metadata", "hit no_hit d-abort-loading", FREED),
         ("CircuitBreaker", "protocol/aborts", "failed", "abort_leaves_other_requests_alone[failed]"),
     ],
 )
 def test_choices_of_the_connector(
     run_cases: Callable[..., CellRun], connector: str, module: str, variants: str, passes: str
 ) -> None:
-    """What P names, which half refuses bad params, and whether D loads after a failure."""
+    """What P names, which half refuses bad params, in how many steps a load is ordered, and whether D loads
+    after a failure.
+    """
     connector = f"tests.right_connectors.choices:{connector}"
     run = run_cases("protocol", connector, variants=variants, only=lambda planned: planned.module == module)
     assert wrong(run) == {} and run.outcomes[passes] == "PASS"

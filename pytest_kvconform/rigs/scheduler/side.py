@@ -144,12 +144,12 @@ class Side(SideState):
             done = request.num_computed_tokens >= request.num_tokens
             sampled[id] = [token] if done and not request.pooling_params else []
             pooled[id] = POOLED if done and request.pooling_params else None
-        ordered = tuple(self.ordered_loads(metadata)) if self.report_loads_at_once else ()
         reported = self.worker(output) if self.worker is not None else None
         synchronous = output.has_sync_kv_loads
         self.steps.append(
             Step(len(self.steps) + 1, scheduled, outputs, metadata, synchronous, ended, preempted, given)
         )
+        ordered = tuple(self.ordered_loads()) if self.report_loads_at_once else ()
         return Flight(output, sampled, pooled, outputs, ordered, reported)
 
     def _update(self, flight: Flight, reports: tuple[WorkerReport, ...]) -> None:

@@ -10,9 +10,8 @@ from pytest_kvconform.result import NotApplicable
 from pytest_kvconform.rigs.context import times_longer
 from pytest_kvconform.rigs.engine.router import RENDEZVOUS, decode_params
 from pytest_kvconform.rigs.hook_calls import LastCalls
-from pytest_kvconform.rigs.scheduler.leaks import integers, mentions
 from pytest_kvconform.rigs.scheduler.recorder import Call, Recorder
-from pytest_kvconform.rigs.scheduler.steps import RequestOutput, Step
+from pytest_kvconform.rigs.scheduler.steps import RequestOutput, Step, load_is_ordered, ordered_ids
 from pytest_kvconform.rigs.vllm_setup.answers import params_after_the_way
 from pytest_kvconform.rigs.vllm_setup.compat import resolve_kv_cache_block_sizes
 from pytest_kvconform.rigs.vllm_setup.hooks import FINISHED
@@ -29,7 +28,6 @@ LENGTH = 3 * BLOCK  # tokens of a prompt: most have fewer
 # get_num_new_matched_tokens may answer None as long as this, and at least so many times. vLLM has no limit.
 # The look-ups of real connectors take some steps (OffloadingConnector), or a round trip to a server.
 ANSWER_S, ANSWER_STEPS = 2.0, 50
-ORDER_STEPS = 20  # in which a connector may order a load; the request waits for remote KV meanwhile
 
 
 def first_block(subject: Subject, index: int) -> int:
@@ -259,23 +257,19 @@ class SideState:
         return lacks > self.block_size and calls[-1].result[0] == 0
 
     def load_is_ordered(self, id: str) -> bool:
-        """Whether the metadata has named blocks for the last load of a request. True also if it has none,
-        and if ORDER_STEPS steps have passed: then the metadata names no blocks in a form that can be read.
-        """
-        calls = self.calls_of("update_state_after_alloc", id)
-        started = [call.step for call in calls if call.arguments["num_external_tokens"] > 0]
-        if not started:
-            return True
-        steps = self.steps[started[-1] - 1 :]
-        return len(steps) > ORDER_STEPS or any(
-            map(self.owns_block, (block for step in steps for block in step.block_ids_for(id)))
-        )
+        """Whether the metadata has ordered all of the last load of a request: see steps.py."""
+        return load_is_ordered(self, id)
 
-    def ordered_loads(self, metadata: Any) -> list[str]:
-        """Requests that wait for remote KV and whose loads are ordered, by this metadata at the latest."""
+    def ordered_ids(self, id: str) -> frozenset[int]:
+        """Block ids, and other numbers in lists, of metadata that has mentioned a request since its last load
+        began. See `Step.block_ids_for`.
+        """
+        return ordered_ids(self, id)
+
+    def ordered_loads(self) -> list[str]:
+        """Requests that wait for remote KV and whose loads are ordered, in the last step at the latest."""
         waiting = [id for id in self.unfinished_requests() if self.waits_for_remote_kv(id)]
-        names = any(map(self.owns_block, integers(metadata)))
-        return [id for id in waiting if self.load_is_ordered(id) or (names and mentions(metadata, id))]
+        return [id for id in waiting if self.load_is_ordered(id)]
 
     def loads_started(self, id: str) -> int:
         """How many times update_state_after_alloc was called with external tokens for a request."""

@@ -5,10 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pytest_kvconform.rigs.scheduler.leaks import integers, mentions
+from pytest_kvconform.rigs.vllm_setup.kv_cache_specs import window_of
 
+if TYPE_CHECKING:
+    from pytest_kvconform.rigs.scheduler.recorder import Call
+    from pytest_kvconform.rigs.scheduler.side_state import SideState
+
+ORDER_STEPS = 20  # in which a connector may order a load; the request waits for remote KV meanwhile
 END_OF_SEQUENCE = 2
 # Kinds of requests that are not plain text: their prompt is embeddings (it has no token ids), they ask for
 # a pooled output instead of tokens, or they are computed with a LoRA adapter.
@@ -103,6 +109,51 @@ class Step:
         They are what the metadata orders for the request's load or save.
         """
         return integers(self.metadata) if self.mentions(request) else frozenset()
+
+
+def load_is_ordered(side: SideState, id: str) -> bool:
+    """Whether the metadata has named all blocks of the last load of a request. A connector may order a load
+    in parts, so a step that names no further ones ends the order, too. True also if the request has no load,
+    and if ORDER_STEPS steps have passed: then the metadata names no blocks in a form that can be read.
+    """
+    if not (load := _last_load(side, id)) or len(side.steps) - load.step >= ORDER_STEPS:
+        return True
+    named = frozenset(filter(side.owns_block, ordered_ids(side, id)))
+    return bool(named) and (
+        _fills_all(side, id, load, named) or named <= ordered_ids(side, id, len(side.steps) - 1)
+    )
+
+
+def ordered_ids(side: SideState, id: str, until: int | None = None) -> frozenset[int]:
+    """Integers of metadata that has mentioned a request since its last load began, in the first `until` steps
+    of the side.
+    """
+    steps = side.steps[load.step - 1 : until] if (load := _last_load(side, id)) else []
+    return frozenset().union(*(step.block_ids_for(id) for step in steps))
+
+
+def _last_load(side: SideState, id: str) -> Call | None:
+    calls = side.calls_of("update_state_after_alloc", id)
+    return next((one for one in reversed(calls) if one.arguments["num_external_tokens"] > 0), None)
+
+
+def _fills_all(side: SideState, id: str, load: Call, named: frozenset[int]) -> bool:
+    """Whether these blocks are all that a load fills: those of full attention, those within the window of the
+    last token, and of each state one slot.
+    """
+    [*_, asked] = (c for c in side.calls_of("get_num_new_matched_tokens", id) if c.step <= load.step)
+    end = asked.arguments["num_computed_tokens"] + load.arguments["num_external_tokens"]
+    for group, size in enumerate(side.group_sizes):
+        spec = side.kv_config.kv_cache_groups[group].kv_cache_spec
+        table, writable = load.arguments["blocks"][group], set(load.arguments["writable"][group])
+        if type(spec).__name__ == "MambaSpec":
+            missing = bool(writable) and not named & writable
+        else:
+            first = max(0, end - window + 1) // size if (window := window_of(spec)) else 0
+            missing = bool(set(table[first : -(-end // size)]) & writable - named)
+        if missing:
+            return False
+    return True
 
 
 def engine_request(

@@ -223,7 +223,7 @@ def _each_field(rig: Rig, how: str, lists: bool) -> Evidence:
     named = next((key for key, value in params.items() if value == p.transfer_ids[p_id]), ID)
     if rig.subject.handover == RENDEZVOUS and isinstance(table.get(named, {}).get(named), str):
         del table[named]  # P may begin a transfer of any id later: D may wait for it
-    ordered = d.steps[-1].block_ids_for(d_id)
+    ordered = d.ordered_ids(d_id)
     names_own, names_p = (
         any(map(side.owns_block, blocks)) for side, blocks in ((d, ordered), (p, integers(params) & ordered))
     )
@@ -255,7 +255,7 @@ def p_survives_params_of_an_earlier_turn(rig: Rig, variant: None) -> Evidence:
     p = rig.side("P")
     prompt = rig.prompt(max(LONG, token_count(PROMPT, p.block_size)))
     p_id, d_id = rig.hand_over_and_load(p, d := rig.side("D"), prompt)
-    names_own = any(map(d.owns_block, d.steps[-1].block_ids_for(d_id)))
+    names_own = any(map(d.owns_block, d.ordered_ids(d_id)))
     turn = p.kv_transfer_params(p_id) | {
         key: value for key, value in rig.prefill_params().items() if value is not None
     }

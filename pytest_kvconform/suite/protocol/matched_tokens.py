@@ -5,7 +5,7 @@ from __future__ import annotations
 from pytest_kvconform.case import case
 from pytest_kvconform.result import Evidence, NotApplicable
 from pytest_kvconform.rigs.scheduler.rig import Rig, Side
-from pytest_kvconform.rigs.scheduler.side_state import ORDER_STEPS
+from pytest_kvconform.rigs.scheduler.steps import ORDER_STEPS
 from pytest_kvconform.suite.protocol._scenarios import (
     PROMPT,
     SAME,
@@ -274,7 +274,7 @@ def load_fills_the_allocated_blocks(rig: Rig, situation: str) -> Evidence:
         d.return_taken_blocks()
     rig.start_loads(d, d_id)
     [placed] = d.calls_of(PLACED, d_id)
-    named = frozenset(filter(d.owns_block, d.steps[-1].block_ids_for(d_id)))
+    named = frozenset(filter(d.owns_block, d.ordered_ids(d_id)))
     if not named:
         raise NotApplicable("the metadata names no block in a form that the suite can read")
     external, tables = placed.arguments["num_external_tokens"], placed.arguments["blocks"]

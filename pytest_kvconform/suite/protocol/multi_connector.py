@@ -50,7 +50,7 @@ def _alone(rig: Rig, prompt: tuple[int, ...]) -> tuple[int, bool]:
     """
     p, d = rig.side("P"), rig.side("D")
     _, d_id = rig.hand_over_and_load(p, d, prompt)
-    return d.first_external_tokens(d_id), any(map(d.owns_block, d.steps[-1].block_ids_for(d_id)))
+    return d.first_external_tokens(d_id), any(map(d.owns_block, d.ordered_ids(d_id)))
 
 
 def _names_p(rig: Rig, prompt: tuple[int, ...]) -> bool:

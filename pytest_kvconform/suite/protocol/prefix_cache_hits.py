@@ -7,7 +7,7 @@ from model_matrix.geometries import State
 from pytest_kvconform.case import case
 from pytest_kvconform.result import Cell, Evidence, NotApplicable
 from pytest_kvconform.rigs.scheduler.rig import Rig, Side
-from pytest_kvconform.rigs.scheduler.side_state import ORDER_STEPS
+from pytest_kvconform.rigs.scheduler.steps import ORDER_STEPS
 from pytest_kvconform.suite.protocol._scenarios import (
     lengths,
     needs_hand_over,
@@ -93,7 +93,7 @@ def load_includes_every_state(rig: Rig, situation: str) -> Evidence:
     _, d_id = rig.hand_over_and_load(p, d, prompt)
     asked = d.calls_of(ASKED, d_id)[-1]
     [placed] = d.calls_of(PLACED, d_id)
-    named = d.steps[-1].block_ids_for(d_id)
+    named = d.ordered_ids(d_id)
     names = [type(group.kv_cache_spec).__name__ for group in d.kv_config.kv_cache_groups]
     groups = [index for index, name in enumerate(names) if name == "MambaSpec"]
     if not any(map(d.owns_block, named)) and not _names_blocks(rig, prompt):
@@ -122,7 +122,7 @@ def _names_blocks(rig: Rig, prompt: tuple[int, ...]) -> bool:
     """Whether the metadata of a load without a hit names D's blocks."""
     d = rig.side("D")
     _, id = rig.hand_over_and_load(rig.side("P"), d, prompt)
-    return any(map(d.owns_block, d.steps[-1].block_ids_for(id)))
+    return any(map(d.owns_block, d.ordered_ids(id)))
 
 
 def _stops(cell: Cell, matrix: str) -> list[str]:
