@@ -1,5 +1,5 @@
-"""Connectors that choose otherwise what P names, where a load is refused, in how many steps it is ordered, from
-whom D loads, and what the scheduler half remembers until its workers report.
+"""Connectors that choose otherwise what P names, where a load is refused, in how many steps it is ordered,
+from whom D loads, and what the scheduler half remembers until its workers report.
 """
 
 from __future__ import annotations

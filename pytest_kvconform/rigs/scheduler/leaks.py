@@ -196,14 +196,14 @@ def leaks(side: Side) -> tuple[str, ...]:
     return tuple(left)
 
 
-def remembered(side: Side) -> dict[str, int]:
+def remembered(side: Side, kept: bool = True) -> dict[str, int]:
     """Place in the connector's scheduler half -> how many of the requests that have ended on this side are
     named there. "*" stands for a key of a dict that is an id or a number. A container with a limit of its
-    own, such as a deque with a maxlen, does not count.
+    own, such as a deque with a maxlen, does not count. `kept`: count those whose blocks are not free, too.
     """
-    if not side.finished:
+    ids = set(side.finished) - set(() if kept else side.delayed_free_requests())
+    if not ids:
         return {}
-    ids = set(side.finished)
     found: dict[str, set[str]] = {}
     for path, value in walk(side.connector_state(), skip=has_limit):
         if not isinstance(value, str):

@@ -6,6 +6,7 @@ from pytest_kvconform.case import case
 from pytest_kvconform.result import Evidence, NotApplicable
 from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.scheduler.leaks import integers
+from pytest_kvconform.rigs.scheduler.live.endings import require_bounded_memory
 from pytest_kvconform.rigs.scheduler.rig import Rig, Side
 from pytest_kvconform.suite.protocol._scenarios import (
     ENDINGS,
@@ -71,8 +72,6 @@ def memory_of_ended_requests_is_bounded(rig: Rig, ending: str) -> Evidence:
 
     If it remembers anything of one request after its end, many more requests end in the same way.
     """
-    from pytest_kvconform.rigs.scheduler.live.endings import require_bounded_memory
-
     sides = _end_one(rig, ending, ())
     ends = _ends(*sides)
     require_bounded_memory(rig, sides, lambda: _end_one(rig, ending, sides), ending)

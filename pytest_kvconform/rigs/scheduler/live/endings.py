@@ -6,12 +6,13 @@ may remember a request until its workers have reported it there.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.scheduler.leaks import growing_memory, remembered
-from pytest_kvconform.rigs.scheduler.rig import LEFT
+from pytest_kvconform.rigs.scheduler.rig import BLOCK, LEFT
 
 if TYPE_CHECKING:
     from pytest_kvconform.rigs.scheduler.live.engine import LiveEngine
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 SEVERAL = 16  # tokens that a request computes unless it is ended: an engine steps beside another one's step
 TIMES = 24  # requests that end before what is remembered is counted, and between
 BLOCKS = 480  # of an engine: P may keep those of every request until a lease ends
+AT_ONCE_S = 0.25  # in which a request with bad params ends by itself, as most do
 STATUS = {"abort": "FINISHED_ABORTED", "error": "FINISHED_ERROR"}  # vLLM's RequestStatus
 
 
@@ -54,8 +56,8 @@ def grows_with_own_workers(rig: Rig, ending: str, role: str, place: str) -> bool
     from pytest_kvconform.rigs.scheduler.live.config import LiveSpec
     from pytest_kvconform.rigs.scheduler.live.pair import live_engines
 
-    found = rig.shared_file(f"{role}.grows")
-    if found.exists() and place in found.read_text().splitlines():
+    known = rig.shared_file(f"{role}.grows")
+    if known.exists() and place in known.read_text().splitlines():
         return True
     memory = rig.host.spec.memory
     tokens = max(memory["P"].block, memory["D"].block) + 5
@@ -64,22 +66,76 @@ def grows_with_own_workers(rig: Rig, ending: str, role: str, place: str) -> bool
         for number, name in enumerate("PD")
     )
     with live_engines(rig, p, d) as live:
-        engine, counts = (live.p if role == "P" else live.d), []
+        engine = live.p if role == "P" else live.d
+        counts: list[int] = []
         for owner in range(2 * TIMES):
             with rig.wait(rig.settle_s):
                 _end_one(live, ending, role, owner, rig.prompt(tokens, seed=owner))
             if owner % TIMES == TIMES - 1:
                 counts.append(engine.do(_count, place))
-        early, late = counts
-        for _ in rig.waits(Deadline(rig.settle_s)):
-            if late <= early:
-                break
+
+        def step_and_count() -> int:
             for one in live.engines:
                 one.step()
-            late = engine.do(_count, place)
+            return int(engine.do(_count, place))
+
+        return _note_growth(rig, known, place, counts, step_and_count)
+
+
+def grows_with_bad_params(rig: Rig, role: str, place: str, every: Iterator[dict[str, Any]]) -> bool:
+    """Whether a place in the scheduler half of P or D names ever more requests with such params, where an
+    engine of this role has a worker half. A request that does not end by itself at once is aborted.
+
+    `place`: as in `grows_with_own_workers`, which see. Raises Blocked as it does.
+    """
+    from pytest_kvconform.rigs.scheduler.store_engine import (
+        end_engine_with_worker,
+        spare_port,
+        start_engine_with_worker,
+    )
+
+    known = rig.shared_file(f"{role}.grows")
+    if known.exists() and place in known.read_text().splitlines():
+        return True
+    side = start_engine_with_worker(rig, port=spare_port(rig, role), role=role)
+    counts: list[int] = []
+    try:
+        for number in range(2 * TIMES):
+            id = side.add(rig.prompt(3 * BLOCK), next(every))
+            for _ in rig.waits(Deadline(rig.scaled_seconds(AT_ONCE_S))):
+                if id in side.results:
+                    break
+                side.step()
+            if side.status(id) != "gone" and id not in side.finished:
+                side.abort(id)
+            side.step()
+            side.forget_records()
+            if number % TIMES == TIMES - 1:
+                counts.append(remembered(side, kept=False).get(place, 0))
+
+        def step_and_count() -> int:
+            side.step()
+            return remembered(side, kept=False).get(place, 0)
+
+        return _note_growth(rig, known, place, counts, step_and_count)
+    finally:
+        end_engine_with_worker(side)
+
+
+def _note_growth(
+    rig: Rig, known: Path, place: str, counts: list[int], step_and_count: Callable[[], int]
+) -> bool:
+    """Whether a place names more requests than before, even if engines step on for a while. It is noted for
+    the other cases of the cell.
+    """
+    early, late = counts
+    for _ in rig.waits(Deadline(rig.settle_s)):
+        if late <= early:
+            return False
+        late = step_and_count()
     if late <= early:
         return False
-    with found.open("a") as file:
+    with known.open("a") as file:
         file.write(f"{place}\n")
     return True
 
@@ -155,8 +211,8 @@ def _let_load_fail(d: LiveEngine, id: str) -> None:
 
 
 def _count(engine: LiveEngine, place: str) -> int:
-    """How many ended requests the scheduler half names in a place."""
-    return remembered(engine.side).get(place, 0)
+    """How many requests that have ended, and whose blocks are free, the scheduler half names in a place."""
+    return remembered(engine.side, kept=False).get(place, 0)
 
 
 def _forget(engine: LiveEngine) -> None:

@@ -182,7 +182,8 @@ def failed_load_is_reported_once(bench: Bench, variant: None) -> Evidence:
             observed,
             request,
         )
-    check_right("KV-RANK-003", observed, bench.peers.lease_s, {"last": "the next request of D"})
+    last, after_failure = {"last": "the next request of D"}, outcome_of(request) != RIGHT
+    check_right("KV-RANK-003", observed, bench.peers.lease_s, last, after_failure)
     return evidence(looked_at, "calls", observed, reports=len(reports))
 
 
