@@ -1,7 +1,7 @@
 """What a scheduler half remembers of ended requests, where its own worker halves report.
 
 The scripted workers of the scheduler rig cannot send what build_connector_worker_meta returns. A connector
-may remember a request until its workers have reported it there.
+may remember an ended request until its workers have reported there that they know of the end.
 """
 
 from __future__ import annotations
@@ -83,10 +83,10 @@ def grows_with_own_workers(rig: Rig, ending: str, role: str, place: str) -> bool
 
 
 def grows_with_bad_params(rig: Rig, role: str, place: str, every: Iterator[dict[str, Any]]) -> bool:
-    """Whether a place in the scheduler half of P or D names ever more requests with such params, where an
-    engine of this role has a worker half. A request that does not end by itself at once is aborted.
+    """Whether a place in the scheduler half of P or D names ever more ended requests that had these params,
+    on an engine of this role with a worker half. A request that does not end by itself at once is aborted.
 
-    `place`: as in `grows_with_own_workers`, which see. Raises Blocked as it does.
+    `place` is as in `grows_with_own_workers`, and Blocked is raised as there.
     """
     from pytest_kvconform.rigs.scheduler.store_engine import (
         end_engine_with_worker,
@@ -141,7 +141,9 @@ def _note_growth(
 
 
 def _end_one(live: Live, ending: str, role: str, owner: int, prompt: tuple[int, ...]) -> None:
-    """Bring one request to its end. What D does is nothing to P, but that D loads what P handed over."""
+    """Bring one request to its end. If P's memory is looked at and a request of D is to end, D loads what P
+    handed over: P does not see how a request of D ends.
+    """
     who, how, state = [*ending.split("-"), ""][:3]
     if who == "d" and role == "P":
         who, how, state = "p", "length", ""
