@@ -6,6 +6,7 @@ remembers. The classes of a connector's objects are unknown, so `walk` visits ev
 
 from __future__ import annotations
 
+import re
 import types
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -34,6 +35,8 @@ DEEP, MANY = 12, 200_000  # levels and objects of one walk
 # Requests that a connector may remember after their ends, and for how long: see growing_memory.
 ENOUGH, LATER_S, A_FEW, ROUNDS = 80, 86_400.0, 4, 10
 Path = tuple[str, ...]
+# What vLLM's server appends to an id, and connectors cut off (`get_base_request_id`, nixl/utils.py).
+_OWN_WORD = re.compile(r"-[0-9a-f]{8}$")
 
 
 def walk(root: Any, skip: Callable[[Any], bool] = lambda value: False) -> Iterator[tuple[Path, Any]]:
@@ -204,11 +207,12 @@ def remembered(side: Side, kept: bool = True) -> dict[str, int]:
     ids = set(side.finished) - set(() if kept else side.delayed_free_requests())
     if not ids:
         return {}
+    names = {_OWN_WORD.sub("", id): id for id in ids} | {id: id for id in ids}
     found: dict[str, set[str]] = {}
     for path, value in walk(side.connector_state(), skip=has_limit):
         if not isinstance(value, str):
             continue
-        if named := {value} if value in ids else {id for id in ids if id in value}:
+        if named := {names[value]} if value in names else {id for id in ids if id in value}:
             place = ".".join(part if is_word(part) else "*" for part in path)
             found.setdefault(place, set()).update(named)
     return {place: len(named) for place, named in found.items()}

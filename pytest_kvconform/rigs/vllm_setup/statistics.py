@@ -27,7 +27,7 @@ class StatisticsTrace:
     rebuilt: bool = True  # whether build_kv_connector_stats returned something for all of them
     line: str = ""  # what was logged
     metrics: tuple[str, ...] = ()  # names of the connector's Prometheus metrics
-    # of these metrics that are not 0. If all are, zeros of the statistics count as ones: see `_with_ones`.
+    # of these metrics that are not 0. If all are 0, zeros of the statistics count as ones: see `_with_ones`.
     samples: int = 0
 
 

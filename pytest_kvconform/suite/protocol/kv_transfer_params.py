@@ -11,7 +11,7 @@ from pytest_kvconform.result import Cell, Evidence, NotApplicable, Violation
 from pytest_kvconform.rigs.context import declared_amount
 from pytest_kvconform.rigs.engine.router import RENDEZVOUS
 from pytest_kvconform.rigs.scheduler.leaks import growing_memory, integers, leaks
-from pytest_kvconform.rigs.scheduler.live.endings import grows_with_bad_params
+from pytest_kvconform.rigs.scheduler.live.endings import grow_with_bad_params
 from pytest_kvconform.rigs.scheduler.rig import Rig, Side
 from pytest_kvconform.suite.protocol._corrupted_params import CORRUPT_LISTS, CORRUPT_VALUES, corrupted
 from pytest_kvconform.suite.protocol._scenarios import (
@@ -299,11 +299,10 @@ def _run_each(
     every = itertools.cycle(table.values())
     if not wrong and side:
         growing = growing_memory((side,), lambda: fate(side, next(every)), rig.subject.remembers)
-        for (_, place), sentence in growing.items():
-            own = side.classes_with("build_connector_worker_meta")
-            if not own or grows_with_bad_params(rig, role, place, every):
-                wrong[sentence] = list(table)
-                break
+        places = {place for _, place in growing}
+        if places and side.classes_with("build_connector_worker_meta"):
+            places = grow_with_bad_params(rig, role, places, every)
+        wrong |= {growing[side, place]: list(table) for place in sorted(places)[:1]}
     if wrong:
         reported, fields = next(iter(wrong.items()))
         more = "; ".join(f"{', '.join(others)}: {text}" for text, others in list(wrong.items())[1:])

@@ -34,6 +34,7 @@ class LiveSpec:
     both: bool = False  # kv_role is kv_both
     speculates: int = 0  # tokens that a draft model proposes; 0: no speculation
     finalize_late: bool = False  # wait_for_save after the results, as with a drafter
+    policy: str = "fail"  # kv_load_failure_policy
     data_parallel_rank: int = 0
     data_parallel_size: int = 1
 
@@ -54,6 +55,7 @@ def live_config(rig: Rig, spec: LiveSpec) -> Any:
     config = single_rank_config(rig, spec.role)
     config.scheduler_config = copy.copy(config.scheduler_config)
     config.scheduler_config.max_num_seqs = SEQUENCES
+    config.kv_transfer_config.kv_load_failure_policy = spec.policy
     if spec.both:
         config.kv_transfer_config.kv_role = "kv_both"
     if spec.speculates:

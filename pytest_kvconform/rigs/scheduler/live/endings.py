@@ -6,12 +6,15 @@ may remember an ended request until its workers have reported there that they kn
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pytest_kvconform.rigs.engine.router import RENDEZVOUS
 from pytest_kvconform.rigs.processes.cores import Deadline
-from pytest_kvconform.rigs.scheduler.leaks import growing_memory, remembered
+from pytest_kvconform.rigs.scheduler.leaks import A_FEW, ENOUGH, LATER_S, growing_memory, remembered
+from pytest_kvconform.rigs.scheduler.live.clocks import set_ahead
 from pytest_kvconform.rigs.scheduler.rig import BLOCK, LEFT
 
 if TYPE_CHECKING:
@@ -20,9 +23,9 @@ if TYPE_CHECKING:
     from pytest_kvconform.rigs.scheduler.rig import Rig
     from pytest_kvconform.rigs.scheduler.side import Side
 
-SEVERAL = 16  # tokens that a request computes unless it is ended: an engine steps beside another one's step
+SEVERAL = 16  # tokens that a request computes unless it is ended before; other engines let this one step, too
 TIMES = 24  # requests that end before what is remembered is counted, and between
-BLOCKS = 480  # of an engine: P may keep those of every request until a lease ends
+BLOCKS = 960  # of an engine: P may keep those of every request until a lease ends
 AT_ONCE_S = 0.25  # in which a request with bad params ends by itself, as most do
 STATUS = {"abort": "FINISHED_ABORTED", "error": "FINISHED_ERROR"}  # vLLM's RequestStatus
 
@@ -31,62 +34,77 @@ def require_bounded_memory(
     rig: Rig, sides: tuple[Side, ...], repeat: Callable[[], object], ending: str
 ) -> None:
     """Raise Violation (KV-FINISH-003) if a connector remembers ever more requests that have ended: see
-    `leaks.growing_memory`. `ending`: how they end, see `grows_with_own_workers`.
+    `leaks.growing_memory`. `ending`: how they end, see `grow_with_own_workers`.
 
-    If the connector has reports of its own, it is wrong only where its memory grows with them, too.
+    A connector with a build_connector_worker_meta of its own is wrong only where its memory also grows on
+    live engines, whose workers call it.
     """
     growing = growing_memory(sides, repeat, rig.subject.remembers)
-    for (side, place), sentence in growing.items():
-        for one in sides:
-            one.require_standard_reports()
-        own = side.classes_with("build_connector_worker_meta")
-        if not own or grows_with_own_workers(rig, ending, side.role, place):
+    for one in sides if growing else ():
+        one.require_standard_reports()
+    for side in sides:
+        mine = {place: sentence for (where, place), sentence in growing.items() if where is side}
+        if mine and side.classes_with("build_connector_worker_meta"):
+            found = grow_with_own_workers(rig, ending, side.role, set(mine))
+            mine = {place: sentence for place, sentence in mine.items() if place in found}
+        for sentence in mine.values():
             diagnosis = "the connector keeps something of every request"
             raise rig.violation(LEFT, sentence, diagnosis=diagnosis)
 
 
-def grows_with_own_workers(rig: Rig, ending: str, role: str, place: str) -> bool:
-    """Whether a place in the scheduler half of P or D names ever more requests that have ended, where both
-    halves of the connector run.
+def grow_with_own_workers(rig: Rig, ending: str, role: str, places: set[str]) -> set[str]:
+    """Of these places in the scheduler half of P or D, those that name ever more requests that have ended,
+    where both halves of the connector run. Each engine has one rank.
 
-    `ending`: how requests end: whose ("plain", "p" or "d"), how, and in which state. `place`: as
-    `leaks.remembered` names it. Where another case of the cell has seen this place grow, it is not looked at
-    again. Raises Blocked if the worker half cannot run on this machine.
+    `ending`: how requests end: whose ("plain", "p" or "d"), how, and in which state. `places`: as
+    `leaks.remembered` names them. Those that another case of the cell has seen grow are not looked at again.
+    Raises Blocked if the worker half cannot run on this machine.
     """
     from pytest_kvconform.rigs.scheduler.live.config import LiveSpec
     from pytest_kvconform.rigs.scheduler.live.pair import live_engines
+    from pytest_kvconform.rigs.scheduler.store_engine import spare_port
 
-    known = rig.shared_file(f"{role}.grows")
-    if known.exists() and place in known.read_text().splitlines():
-        return True
-    memory = rig.host.spec.memory
-    tokens = max(memory["P"].block, memory["D"].block) + 5
+    if known := places & _known(rig, role):
+        return known
+    memory, policy = rig.host.spec.memory, "recompute" if "-failed" in ending else "fail"
+    tokens = 3 * max(memory["P"].block, memory["D"].block) + 5
     p, d = (
-        LiveSpec(name, number, number, BLOCKS, longest=-(-tokens // memory[name].block) + 2)
+        LiveSpec(
+            name,
+            number,
+            spare_port(rig, name),
+            BLOCKS,
+            longest=-(-tokens // memory[name].block) + 2,
+            policy=policy,
+        )
         for number, name in enumerate("PD")
     )
     with live_engines(rig, p, d) as live:
-        engine = live.p if role == "P" else live.d
-        counts: list[int] = []
-        for owner in range(2 * TIMES):
-            with rig.wait(rig.settle_s):
-                _end_one(live, ending, role, owner, rig.prompt(tokens, seed=owner))
-            if owner % TIMES == TIMES - 1:
-                counts.append(engine.do(_count, place))
+        engine, owners = (live.p if role == "P" else live.d), itertools.count()
 
-        def step_and_count() -> int:
-            for one in live.engines:
+        def end_some(times: int) -> None:
+            for owner in itertools.islice(owners, times):
+                with rig.wait(rig.settle_s):
+                    _end_one(live, ending, role, owner, rig.prompt(tokens, seed=owner))
+
+        def count(steps: bool) -> dict[str, int]:
+            for one in live.engines if steps else ():
                 one.step()
-            return int(engine.do(_count, place))
+            found: dict[str, int] = engine.do(_count)
+            return found
 
-        return _note_growth(rig, known, place, counts, step_and_count)
+        def forget_in_time() -> None:
+            for one in live.engines:
+                one.set_clock_ahead(2 * LATER_S, monotonic=True)  # `growing_memory` has set it once
+
+        return _growing(rig, role, places, end_some, count, forget_in_time)
 
 
-def grows_with_bad_params(rig: Rig, role: str, place: str, every: Iterator[dict[str, Any]]) -> bool:
-    """Whether a place in the scheduler half of P or D names ever more ended requests that had these params,
-    on an engine of this role with a worker half. A request that does not end by itself at once is aborted.
+def grow_with_bad_params(rig: Rig, role: str, places: set[str], every: Iterator[dict[str, Any]]) -> set[str]:
+    """Of these places, those that name ever more ended requests that had these params, on an engine of this
+    role with a worker half. A request that does not end by itself at once is aborted.
 
-    `place` is as in `grows_with_own_workers`, and Blocked is raised as there.
+    `places` are as in `grow_with_own_workers`, and Blocked is raised as there.
     """
     from pytest_kvconform.rigs.scheduler.store_engine import (
         end_engine_with_worker,
@@ -94,13 +112,12 @@ def grows_with_bad_params(rig: Rig, role: str, place: str, every: Iterator[dict[
         start_engine_with_worker,
     )
 
-    known = rig.shared_file(f"{role}.grows")
-    if known.exists() and place in known.read_text().splitlines():
-        return True
+    if known := places & _known(rig, role):
+        return known
     side = start_engine_with_worker(rig, port=spare_port(rig, role), role=role)
-    counts: list[int] = []
-    try:
-        for number in range(2 * TIMES):
+
+    def end_some(times: int) -> None:
+        for _ in range(times):
             id = side.add(rig.prompt(3 * BLOCK), next(every))
             for _ in rig.waits(Deadline(rig.scaled_seconds(AT_ONCE_S))):
                 if id in side.results:
@@ -110,34 +127,67 @@ def grows_with_bad_params(rig: Rig, role: str, place: str, every: Iterator[dict[
                 side.abort(id)
             side.step()
             side.forget_records()
-            if number % TIMES == TIMES - 1:
-                counts.append(remembered(side, kept=False).get(place, 0))
 
-        def step_and_count() -> int:
+    def count(steps: bool) -> dict[str, int]:
+        if steps:
             side.step()
-            return remembered(side, kept=False).get(place, 0)
+        return remembered(side, kept=False)
 
-        return _note_growth(rig, known, place, counts, step_and_count)
+    try:
+        later = functools.partial(set_ahead, 2 * LATER_S, monotonic=True)
+        return _growing(rig, role, places, end_some, count, later)
     finally:
         end_engine_with_worker(side)
 
 
-def _note_growth(
-    rig: Rig, known: Path, place: str, counts: list[int], step_and_count: Callable[[], int]
-) -> bool:
-    """Whether a place names more requests than before, even if engines step on for a while. It is noted for
-    the other cases of the cell.
+def _growing(
+    rig: Rig,
+    role: str,
+    places: set[str],
+    end_some: Callable[[int], None],
+    count: Callable[[bool], dict[str, int]],
+    forget_in_time: Callable[[], None],
+) -> set[str]:
+    """Of these places, those that grow with the requests that `end_some` lets end. They are noted for the
+    other cases of the cell.
+
+    A memory that has a limit is right, as in `leaks.growing_memory`. So what has grown is looked at again
+    when as many requests have ended as it may name, and a day later. `count`: place -> requests that it
+    names, at once or after a further step.
     """
-    early, late = counts
+    may = max(ENOUGH, rig.subject.remembers)
+    for before in (TIMES, may + TIMES):
+        end_some(before)
+        early = count(False)
+        end_some(TIMES)
+        places = _above(rig, places, early, count)
+        if not places:
+            return places
+    early = {place: number - 1 for place, number in count(False).items()}
+    forget_in_time()
+    end_some(A_FEW)
+    if places := _above(rig, places, early, count):
+        with rig.shared_file(f"{role}.grows").open("a") as file:
+            file.write("".join(f"{place}\n" for place in places))
+    return places
+
+
+def _above(
+    rig: Rig, places: set[str], early: dict[str, int], count: Callable[[bool], dict[str, int]]
+) -> set[str]:
+    """Of these places, those that name more requests than before, even if engines step on for a while."""
+    late = count(False)
     for _ in rig.waits(Deadline(rig.settle_s)):
-        if late <= early:
-            return False
-        late = step_and_count()
-    if late <= early:
-        return False
-    with known.open("a") as file:
-        file.write(f"{place}\n")
-    return True
+        if not any(late.get(place, 0) > early.get(place, 0) for place in places):
+            break
+        late = count(True)
+    return {place for place in places if late.get(place, 0) > early.get(place, 0)}
+
+
+def _known(rig: Rig, role: str) -> set[str]:
+    """Places that another case of the cell has seen grow."""
+    known = rig.shared_file(f"{role}.grows")
+    return set(known.read_text().splitlines()) if known.exists() else set()
 
 
 def _end_one(live: Live, ending: str, role: str, owner: int, prompt: tuple[int, ...]) -> None:
@@ -153,7 +203,7 @@ def _end_one(live: Live, ending: str, role: str, owner: int, prompt: tuple[int, 
     if not on_d:
         id = live.p.add(prompt, owner, asked, max_tokens=tokens, stop=how == "stop")
         _bring_to_end(live, live.p, id, how, state)
-        if who == "p" and not state:
+        if who == "p" and not state and live.p.do(_has_params, id):
             _load(live, prompt, owner, id, max_tokens=1)
         live.settle(lambda: not live.p.kept(), "releases")
     else:
@@ -182,7 +232,7 @@ def _load(live: Live, prompt: tuple[int, ...], owner: int, like: str, ends: bool
 def _bring_to_end(live: Live, engine: Any, id: str, how: str, state: str) -> None:
     """Let a request end in a state; "": by itself, or as the scheduler ends it after `how`."""
     if how == "failed":
-        _let_load_fail(live.d, id)
+        _fail_load(live, id)
     elif how == "preempted":
         live.settle(lambda: engine.statuses().get(id) in (None, "RUNNING"), "requests of D")
         engine.do(_preempt, id)
@@ -194,27 +244,34 @@ def _bring_to_end(live: Live, engine: Any, id: str, how: str, state: str) -> Non
         live.settle(lambda: engine.ended([id]), "requests")
 
 
-def _let_load_fail(d: LiveEngine, id: str) -> None:
-    """Let the report of a load be that of one that failed."""
-    work = d.side.worker
-    assert work is not None
+def _fail_load(live: Live, id: str) -> None:
+    """Let a request end whose load is reported as failed."""
+    side, work = live.d.side, live.d.side.worker
 
     def work_and_fail(output: Any) -> Any:
         reported = work(output)
         if reported is not None and id in (reported.finished_recving or ()):
             reported.failed_recving = {*(reported.failed_recving or ()), id}
-            d.side.worker = work
         return reported
 
-    d.side.worker = work_and_fail
+    side.worker = work_and_fail
+    try:
+        live.settle(lambda: live.d.ended([id]), "requests of D")
+    finally:
+        side.worker = work
 
 
 # ---- what an engine does in its own process ----
 
 
-def _count(engine: LiveEngine, place: str) -> int:
-    """How many requests that have ended, and whose blocks are free, the scheduler half names in a place."""
-    return remembered(engine.side, kept=False).get(place, 0)
+def _count(engine: LiveEngine) -> dict[str, int]:
+    """Place -> requests that have ended, and whose blocks are free, that the scheduler half names there."""
+    return remembered(engine.side, kept=False)
+
+
+def _has_params(engine: LiveEngine, id: str) -> bool:
+    """Whether P hands a request over that has ended."""
+    return bool(engine.side.returned_params(id)) or engine.rig.subject.handover == RENDEZVOUS
 
 
 def _forget(engine: LiveEngine) -> None:
@@ -260,6 +317,7 @@ def _end_in_step_of_load(engine: LiveEngine, id: str, how: str) -> None:
 
     side.worker = work_and_end
     try:
-        side.rig.step_until_matched(side, id)
+        while side.status(id) == "WAITING" and not side.match_is_overdue(id):
+            engine.step()
     finally:
         side.worker = work
