@@ -48,6 +48,8 @@ WRONG = {
     "SaysThatItLoaded",
     "SaysNothingOfIt",
     "KeepsWhatItTold",
+    "KeepsBaseIds",
+    "KeepsRecomputed",
 }
 OTHERS = (
     {"TcpPull", "SavesBeforeReuse", "HoldsBlocks", "NoEvents", "SavesInBackground", "TakesItsTime"}

@@ -10,6 +10,8 @@ from typing import Any
 
 from msgspec import structs
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, KVConnectorTransferResults
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.utils import get_base_request_id
+from vllm.v1.request import RequestStatus
 
 from reference_connector import ReferenceConnector
 from reference_connector.connector import Metadata, WorkerReport
@@ -200,6 +202,25 @@ class TellsOfEnds(BusyUntilTold):
             self.untold -= report.known
 
 
+class KeepsTheLast(TellsOfEnds):
+    """Remembers an end until its workers know it, and the last 64 of those that they know."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any):
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.last: dict[str, bool] = {}  # request -> whether the workers know of its end
+
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> Any:
+        self.last[request.request_id] = False
+        return super().request_finished_all_groups(request, block_ids)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        super().update_connector_output(connector_output)
+        known = [id for id in self.last if id not in self.untold]
+        self.last |= dict.fromkeys(known, True)
+        for id in known[:-64]:
+            del self.last[id]
+
+
 class KeepsWhatItTold(TellsOfEnds):
     """Wrong: its scheduler half keeps what it heard of its workers."""
 
@@ -207,6 +228,38 @@ class KeepsWhatItTold(TellsOfEnds):
         before = set(self.untold)
         super().update_connector_output(connector_output)
         self.untold = before
+
+
+class KeepsBaseIds(TellsOfEnds):
+    """Wrong: its scheduler half keeps what stands in each id before the word of the server."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any):
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.bases: set[str] = set()
+
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> Any:
+        self.bases.add(get_base_request_id(request.request_id))
+        return super().request_finished_all_groups(request, block_ids)
+
+
+class KeepsRecomputed(TellsOfEnds):
+    """Wrong: its scheduler half keeps requests that D computed after their loads had failed."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any):
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.failed: set[str] = set()
+        self.computed: set[str] = set()
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        super().update_connector_output(connector_output)
+        self.failed |= set(connector_output.failed_recving or ())
+
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> Any:
+        if request.request_id in self.failed:
+            self.failed.discard(request.request_id)
+            if request.status != RequestStatus.FINISHED_ERROR:
+                self.computed.add(request.request_id)
+        return super().request_finished_all_groups(request, block_ids)
 
 
 @dataclass

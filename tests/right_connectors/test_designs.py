@@ -88,6 +88,7 @@ FINAL, CORRUPT = "params_name_the_final_blocks[chunked]", "corrupted_params_fail
     [
         ("NamesWholeBlocks", "protocol/request_finished", "", FINAL),
         ("RefusesInTheWorker", "protocol/kv_transfer_params", "missing flag", CORRUPT),
+        ("TellsOfEnds", "protocol/kv_transfer_params", "flag", CORRUPT),
         ("OrdersInParts", "protocol/matched_tokens", "no_hit starved", FILLS),
         ("OrdersInParts", "protocol/connector_metadata", "hit no_hit d-abort-loading", FREED),
         ("CircuitBreaker", "protocol/aborts", "failed", "abort_leaves_other_requests_alone[failed]"),
@@ -112,21 +113,36 @@ def test_push_work_may_end_with_a_report_of_the_workers(run_cases: Callable[...,
 
 
 @pytest.mark.parametrize(
-    ("connector", "variants", "outcome"),
+    ("connector", "variants", "keeps"),
     [
-        ("TellsOfEnds", "plain-abort-running p-stop d-abort-loading d-hit d-failed d-preempted", "PASS"),
-        ("KeepsWhatItTold", "p-stop d-length d-abort-waiting", "FAIL"),
+        ("TellsOfEnds", "plain-abort-running p-stop d-abort-loading d-hit d-failed d-preempted", ""),
+        ("KeepsTheLast", "p-length", ""),
+        ("KeepsWhatItTold", "p-stop d-length d-abort-waiting", "untold.item"),
+        ("KeepsBaseIds", "p-length", "bases.item"),
+        ("KeepsRecomputed", "d-failed", "computed.item"),
     ],
 )
 def test_an_end_may_be_remembered_until_own_workers_know_it(
-    run_cases: Callable[..., CellRun], connector: str, variants: str, outcome: str
+    run_cases: Callable[..., CellRun], connector: str, variants: str, keeps: str
 ) -> None:
     """They say so in build_connector_worker_meta, and scripted workers do not."""
     connector, case = f"tests.right_connectors.choices:{connector}", "memory_of_ended_requests_is_bounded"
     run = run_cases("protocol", connector, variants=variants, only=lambda one: one.case.name == case)
+    outcome = "FAIL" if keeps else "PASS"
     assert run.outcomes == {f"{case}[{ending}]": outcome for ending in variants.split()}, wrong(run)
     for finding in run.findings.values():
-        assert finding.rule == "KV-FINISH-003" and finding.happened.endswith(" by now: untold.item")
+        assert finding.rule == "KV-FINISH-003" and finding.happened.endswith(f" by now: {keeps}")
+
+
+def test_d_may_compute_a_prompt_after_a_load_that_failed(run_cases: Callable[..., CellRun]) -> None:
+    cases = {"failed_load_is_reported_once", "late_notification_is_ignored"}
+    run = run_cases(
+        "protocol",
+        "tests.right_connectors.choices:CircuitBreaker",
+        declared={"lease": "kv_lease_duration"},
+        only=lambda planned: planned.case.name in cases,
+    )
+    assert run.outcomes == dict.fromkeys(cases, "PASS"), wrong(run)
 
 
 @pytest.mark.parametrize(

@@ -104,6 +104,7 @@ WRONG = [
         rules="KV-ASYNC-001",
     ),
     Wrong("CutsAtColons", {IDS: r"with the id 'tenant:42', 9 characters: .*assert"}, rules="KV-IDS-001"),
+    Wrong("HandsNoColonsOver", {IDS: r"with the id 'tenant:42', .* returns no kv_tr"}, rules="KV-IDS-001"),
     Wrong("DropsLongIds", {IDS: r"with the id 'longlong.*', 300 characters: .* keeps"}, rules="KV-IDS-001"),
     Wrong("LeasesByWallClock", {f"{CLOCKS}[p_jumps]": r"ended with an error"}, rules="KV-CLOCK-001"),
     Wrong(

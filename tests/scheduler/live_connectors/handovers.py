@@ -328,3 +328,12 @@ class DropsLongIds(ReferenceConnector):
         found = super().get_transfer_results(finished_req_ids)
         sent = {id for id in found.finished_sending if len(id) <= 256}
         return KVConnectorTransferResults(sent, found.finished_recving, found.failed_recving)
+
+
+class HandsNoColonsOver(ReferenceConnector):
+    """Wrong: P hands nothing over where an id has a colon."""
+
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> Ended:
+        if ":" in request.request_id:
+            request.kv_transfer_params = None
+        return super().request_finished_all_groups(request, block_ids)
