@@ -184,7 +184,7 @@ def late_notification_is_ignored(bench: Bench, variant: None) -> Evidence:
             continue  # the notification of such a load is not late
         observed = _freed(bench, name, "KV-LEASE-003", "P6")
         after = {"after": f"{LEASE_ENDS[name]}: the next request of D"}
-        failed = outcome_of(observed.decodes["late"]) != RIGHT
+        failed = outcome_of(observed.decodes["late"]) == REFUSED
         looked_at += check_right("KV-LEASE-003", observed, bench.peers.lease_s, after, failed)
     return evidence(looked_at, "rows", observed) if looked_at else evidence(1, "requests", observed)
 

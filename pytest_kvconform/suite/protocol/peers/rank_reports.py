@@ -12,6 +12,7 @@ from pytest_kvconform.rigs.peers.messages import COMPUTED, FAILED, KNOWN, REPORT
 from pytest_kvconform.rigs.peers.rank_scenarios import RANKS, SCENARIOS, moments
 from pytest_kvconform.rigs.peers.scenario_engines import ScenarioObservation, loaded_within_step
 from pytest_kvconform.suite._peer_observations import (
+    REFUSED,
     RIGHT,
     check_right,
     completed,
@@ -182,7 +183,7 @@ def failed_load_is_reported_once(bench: Bench, variant: None) -> Evidence:
             observed,
             request,
         )
-    last, after_failure = {"last": "the next request of D"}, outcome_of(request) != RIGHT
+    last, after_failure = {"last": "the next request of D"}, outcome_of(request) == REFUSED
     check_right("KV-RANK-003", observed, bench.peers.lease_s, last, after_failure)
     return evidence(looked_at, "calls", observed, reports=len(reports))
 
