@@ -57,6 +57,15 @@ def test_each_rank_of_p_has_to_keep_and_to_free(
 
 
 @pytest.mark.usefixtures("leases_alone")
+def test_a_renewal_that_cuts_request_ids_apart_is_found(run_cases: Callable[..., Reported]) -> None:
+    reported = run_cases("CutsAtCommas", "P2D1", modules=MODULE, judged=[CASES[0]], shows="KV-BYTES-001")
+    wrong = {name: why for name, (outcome, why) in reported.items() if outcome != "PASS"}
+    assert set(wrong) == {CASES[0]}, reported
+    says = "scheduled loaded what P had written .*; its id on P was .*, /:;.*\n.*cuts other ids apart"
+    assert re.search(says, wrong[CASES[0]]), wrong
+
+
+@pytest.mark.usefixtures("leases_alone")
 def test_leases_that_nobody_renews_end_one_after_the_other(run_cases: Callable[..., Reported]) -> None:
     connector = "tests.right_connectors.sockets:TcpPull"
     assert run_cases(connector, "P1D1", modules=MODULE, judged=[FREES])[FREES] == ("PASS", "")

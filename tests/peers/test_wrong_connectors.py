@@ -318,6 +318,7 @@ def test_what_a_connector_does_when_connections_break(
             {
                 "unreachable_peer_delays_no_other_load[silent_peer]",
                 *TOO_LATE.split(),
+                "blocks_are_kept_while_d_waits[queued_past_lease]",
                 "listener_survives_garbage_messages",
             },
         ),
@@ -329,8 +330,8 @@ def test_what_is_found_in_nixl_connector(
 ) -> None:
     reported = run_cases("NixlConnector", topology, judged=None)
     assert reported.pop(LOADS_ONE)[0] == "NOT-APPLICABLE"
-    assert {name: what for name, what in reported.items() if what[0] not in ("PASS", "FAIL")} == {}
-    assert {name for name, (outcome, _) in reported.items() if outcome == "FAIL"} == fails
+    assert {outcome for outcome, _ in reported.values()} <= {"PASS", "FAIL", "KV-BYTES-001"}, reported
+    assert {name for name, (outcome, _) in reported.items() if outcome != "PASS"} == fails
 
 
 def test_a_long_lease_is_not_waited_for(run_cases: Callable[..., Reported]) -> None:

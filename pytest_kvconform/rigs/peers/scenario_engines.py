@@ -184,14 +184,15 @@ class ScenarioEngines:
         return next(self._numbers)
 
     def make_request(
-        self, number: int, side: str, params: dict[str, Any] | None, length: int = 0
+        self, number: int, side: str, params: dict[str, Any] | None, length: int = 0, chosen: str = ""
     ) -> ByteRequest:
         """A request with the prompt of this number, of `length` tokens if that is given. `side`: "p" or "d".
 
-        Its id is as in vLLM's servers, see ON_P: the router's, which P and D share, and that of the server.
+        Its id is as in vLLM's servers, see ON_P: the router's, which P and D share and whose end may be
+        `chosen` by a client, and that of the server.
         """
         return ByteRequest(
-            id=f"{self._router}-{number}-{SERVERS[side]}{next(self._suffixes):07x}",
+            id=f"{self._router}-{number}{chosen}-{SERVERS[side]}{next(self._suffixes):07x}",
             tokens=tokens(length or self.length, seed=number),
             max_tokens=1,
             kv_transfer_params=params,
@@ -207,9 +208,9 @@ class ScenarioEngines:
         context = self.bench.context
         return prefill_params(decoder.handover, context.next_name(), decoder, context.address)
 
-    def prefill(self, p: SteppedEngine, length: int = 0) -> Steps:
+    def prefill(self, p: SteppedEngine, length: int = 0, chosen: str = "") -> Steps:
         """Let P compute a new prompt to hand over, see `make_request`. Returns PrefillResult."""
-        request = self.make_request(self.new_prompt(), "p", self.prefill_params(), length)
+        request = self.make_request(self.new_prompt(), "p", self.prefill_params(), length, chosen)
         added = self._added[request.number] = time.monotonic()
         yield from p.call("add", request)
         release_s = self.lease_s + self.limits.release

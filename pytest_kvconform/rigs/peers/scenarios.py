@@ -40,6 +40,7 @@ CUT = {"accepted": -1, "answering": 512}  # bytes of P after which a connection 
 DELIVERY_S = 0.2  # in which messages arrive
 SLOW = 0.5  # part of the time of a request for which engines wait for a core, on a machine that is too slow
 LEASES_WAITED = 1.3  # leases that a request waits
+CHOSEN = ", /:;|'\u00fc"  # in the id of a request, which a client chooses (X-Request-Id)
 OTHERS = ("model", "dtype", "rope")  # in which a D differs for which P's KV is of no use
 BAD = ("bad", "bad_too")  # requests whose P cannot be reached
 NO_PORT = "its kv_transfer_params name no port on which P listens"
@@ -185,7 +186,8 @@ def lease_ends_during_load(engines: ScenarioEngines, p: SteppedEngine, d: Steppe
 
 
 def queued_past_lease(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) -> Steps:
-    """D's request waits in the queue for longer than a lease before it is scheduled.
+    """Requests of D wait in the queue for longer than a lease before they are scheduled. The id of the second
+    one has characters that separate words.
 
     Meanwhile the lease ends of a prompt ("behind") that P has computed after it, and that no D reads.
     `numbers`: "behind": when P no longer held that prompt; 0.0: P still holds it.
@@ -194,20 +196,25 @@ def queued_past_lease(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngi
         yield from until(lambda: d.outputs, d.deadline(engines.limits.request))
     else:
         yield from engines.decode(d, (yield from engines.prefill(p)))
-    prefill = yield from engines.prefill(p)
+    ids, prefills, requests, decodes = {"waiting": "", "chosen": CHOSEN}, {}, {}, {}
+    for name, chosen in ids.items():
+        prefills[name] = yield from engines.prefill(p, chosen=chosen)
     p.longest_gap = d.longest_gap = 0.0
-    added, request = time.monotonic(), engines.make_request(prefill.number, "d", prefill.params)
-    yield from d.call("keep_in_queue", request.id)
-    yield from d.call("add", request)
-    behind = yield from engines.prefill(p)
+    added = time.monotonic()
+    for name, like in prefills.items():
+        requests[name] = engines.make_request(like.number, "d", like.params, chosen=ids[name])
+        yield from d.call("keep_in_queue", requests[name].id)
+        yield from d.call("add", requests[name])
+    behind = prefills["behind"] = yield from engines.prefill(p)
     freed = yield from engines.wait_until_gone(p, behind.id, engines.lease_s + engines.limits.release)
     yield from pause(added + engines.lease_s * LEASES_WAITED - time.monotonic())
     too_slow, waited = engines.too_slow(p, d), d.core_wait()
-    yield from d.call("let_schedule", request.id)
-    decode = yield from engines.finish_decode(d, request, added)
+    for request in requests.values():
+        yield from d.call("let_schedule", request.id)
+    for name, request in requests.items():
+        decodes[name] = yield from engines.finish_decode(d, request, added)
     too_slow = too_slow or engines.too_slow(p, d, d.core_wait() - waited)
-    prefills = {"waiting": prefill, "behind": behind}
-    return ScenarioObservation({"waiting": decode}, prefills, numbers={"behind": freed}, too_slow=too_slow)
+    return ScenarioObservation(decodes, prefills, numbers={"behind": freed}, too_slow=too_slow)
 
 
 def loading_past_lease(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) -> Steps:

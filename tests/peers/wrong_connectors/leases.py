@@ -85,6 +85,13 @@ class NoHeartbeats(Right):
         worker._send_heartbeats = lambda metadata: None
 
 
+class CutsAtCommas(Right):
+    """P takes a comma in a request id for the end of the id, where D renews leases."""
+
+    def prepare_worker(self, worker: Any) -> None:
+        del worker._handle_heartbeat
+
+
 class SpeaksWhenScheduled(Right):
     """D says that a request is wanted from the moment at which it is scheduled, and not before."""
 

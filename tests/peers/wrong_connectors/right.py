@@ -81,6 +81,7 @@ class Right(Upstream):
                     return add(*args, **kwargs)
 
             worker.add_remote_agent = add_remote_agent
+            worker._handle_heartbeat = self.renew
             self.prepare_worker(worker)
 
     @staticmethod
@@ -101,6 +102,12 @@ class Right(Upstream):
             return kept, params
 
         scheduler.request_finished = request_finished
+
+    def renew(self, payload: str) -> None:
+        """Renew the leases that D names; vLLM's method cuts request ids at their commas."""
+        leases = self.connector_worker._reqs_to_send
+        until = time.perf_counter() + self.connector_worker._lease_extension
+        leases.update({id: max(end, until) for id, end in leases.items() if id in payload})
 
     def prepare_worker(self, worker: Any) -> None:
         """Where mistakes are put in."""
