@@ -88,7 +88,7 @@ FINAL, CORRUPT = "params_name_the_final_blocks[chunked]", "corrupted_params_fail
     [
         ("NamesWholeBlocks", "protocol/request_finished", "", FINAL),
         ("RefusesInTheWorker", "protocol/kv_transfer_params", "missing flag", CORRUPT),
-        ("TellsOfEnds", "protocol/kv_transfer_params", "flag", CORRUPT),
+        ("KeepsTheLast", "protocol/kv_transfer_params", "missing", "p_survives_corrupted_params[missing]"),
         ("OrdersInParts", "protocol/matched_tokens", "no_hit starved", FILLS),
         ("OrdersInParts", "protocol/connector_metadata", "hit no_hit d-abort-loading", FREED),
         ("CircuitBreaker", "protocol/aborts", "failed", "abort_leaves_other_requests_alone[failed]"),

@@ -40,14 +40,20 @@ PAUSE_S = 0.002  # of a step without tokens: saves and loads go on in the backgr
 
 
 def start_engine_with_worker(
-    rig: Rig, durations: dict[str, list[float]] | None = None, port: int = 0, role: str = "P"
+    rig: Rig,
+    durations: dict[str, list[float]] | None = None,
+    port: int = 0,
+    role: str = "P",
+    blocks: int = 0,
 ) -> Side:
     """Start it. Raises Blocked if the worker half cannot run on this machine.
 
     `durations`: gets the seconds of every call of the worker half, by hook. `port`: number of its port.
+    `blocks`: of the pool, and the engine then has the first layers of the model only; 0: enough for one
+    request, and all layers.
     """
     added = declared_addition(rig.subject, BLOCK) // BLOCK
-    half = WorkerHalf(rig, role, port=port, longest=LONGEST + added)
+    half = WorkerHalf(rig, role, port=port, longest=LONGEST + added, blocks=blocks, few=bool(blocks))
     half.construct()
     if durations is not None:
         half.time_hooks(durations)

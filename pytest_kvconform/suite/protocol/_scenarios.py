@@ -12,6 +12,7 @@ from model_matrix import load_geometries
 from model_matrix.geometries import SlidingWindow, State
 from pytest_kvconform.result import Cell, NotApplicable
 from pytest_kvconform.rigs.scheduler.leaks import integers, mentions, walk
+from pytest_kvconform.rigs.scheduler.live.endings import STATUS
 from pytest_kvconform.rigs.scheduler.rig import Rig, Side, Step
 
 _LENGTH = re.compile(r"(?:(?P<times>\d*)b)?(?P<rest>[+-]?\d+)?")
@@ -51,7 +52,6 @@ DECODES = (
 PLAIN = ("plain-length", "plain-abort-waiting", "plain-abort-running")
 ENDINGS = (*PLAIN, *PREFILLS, *DECODES)
 FEW = ("p-length", "d-abort-loading", "plain-length", "p-abort-running")
-STATUS = {"abort": "FINISHED_ABORTED", "error": "FINISHED_ERROR"}
 
 
 def needs_hand_over(rig: Rig) -> None:

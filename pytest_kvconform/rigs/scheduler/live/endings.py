@@ -114,7 +114,7 @@ def grow_with_bad_params(rig: Rig, role: str, places: set[str], every: Iterator[
 
     if known := places & _known(rig, role):
         return known
-    side = start_engine_with_worker(rig, port=spare_port(rig, role), role=role)
+    side = start_engine_with_worker(rig, port=spare_port(rig, role), role=role, blocks=BLOCKS)
 
     def end_some(times: int) -> None:
         for _ in range(times):
@@ -152,36 +152,39 @@ def _growing(
     other cases of the cell.
 
     A memory that has a limit is right, as in `leaks.growing_memory`. So what has grown is looked at again
-    when as many requests have ended as it may name, and a day later. `count`: place -> requests that it
-    names, at once or after a further step.
+    when more requests have ended than it may name, and a day later. A place that names no more than that is
+    right, though it names more than before: requests whose blocks P keeps take room there, and are not
+    counted. `count`: place -> requests that it names, at once or after a further step.
     """
     may = max(ENOUGH, rig.subject.remembers)
-    for before in (TIMES, may + TIMES):
+    for before, least in ((TIMES, 0), (may + TIMES, may)):
         end_some(before)
         early = count(False)
         end_some(TIMES)
-        places = _above(rig, places, early, count)
+        places = _above(rig, places, early, count, least)
         if not places:
             return places
     early = {place: number - 1 for place, number in count(False).items()}
     forget_in_time()
     end_some(A_FEW)
-    if places := _above(rig, places, early, count):
+    if places := _above(rig, places, early, count, may):
         with rig.shared_file(f"{role}.grows").open("a") as file:
             file.write("".join(f"{place}\n" for place in places))
     return places
 
 
 def _above(
-    rig: Rig, places: set[str], early: dict[str, int], count: Callable[[bool], dict[str, int]]
+    rig: Rig, places: set[str], early: dict[str, int], count: Callable[[bool], dict[str, int]], least: int
 ) -> set[str]:
-    """Of these places, those that name more requests than before, even if engines step on for a while."""
-    late = count(False)
+    """Of these places, those that name more than `least` requests, and more than before, even if engines step
+    on for a while.
+    """
+    at_most, late = {place: max(early.get(place, 0), least) for place in places}, count(False)
     for _ in rig.waits(Deadline(rig.settle_s)):
-        if not any(late.get(place, 0) > early.get(place, 0) for place in places):
+        if not any(late.get(place, 0) > at_most[place] for place in places):
             break
         late = count(True)
-    return {place for place in places if late.get(place, 0) > early.get(place, 0)}
+    return {place for place in places if late.get(place, 0) > at_most[place]}
 
 
 def _known(rig: Rig, role: str) -> set[str]:
