@@ -231,14 +231,17 @@ class KeepsWhatItTold(TellsOfEnds):
 
 
 class KeepsBaseIds(TellsOfEnds):
-    """Wrong: its scheduler half keeps what stands in each id before the word of the server."""
+    """Wrong: its scheduler half keeps what stands in every third id before the word of the server."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any):
         super().__init__(vllm_config, role, kv_cache_config)
         self.bases: set[str] = set()
+        self.ends = 0
 
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> Any:
-        self.bases.add(get_base_request_id(request.request_id))
+        self.ends += 1
+        if self.ends % 3 == 0:
+            self.bases.add(get_base_request_id(request.request_id))
         return super().request_finished_all_groups(request, block_ids)
 
 

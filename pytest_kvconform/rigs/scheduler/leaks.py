@@ -234,7 +234,7 @@ def growing_memory(
     a number of requests, up to ENOUGH or to `declared` (the setting `remembers`), or a time. So this looks
     for the greatest number of requests that each place has named during ENOUGH repetitions, repeats as many
     times again, and compares. What is declared is filled first. A connector may remember only some requests,
-    so that its memory fills slowly. While a place names more requests than before, but no more than it may,
+    so that its memory fills slowly. While any place names more requests than before, but no more than it may,
     this goes on, ROUNDS times at most.
     """
     sides, may = tuple(sides), max(ENOUGH, declared)
@@ -257,8 +257,7 @@ def growing_memory(
         again()
     early, late = most(ENOUGH), most(ENOUGH)
     for _ in range(ROUNDS):
-        more = late - early
-        if not more or max(late[where] for where in more) > may:
+        if not any(late[where] <= may for where in late - early):
             break
         early, late = late, most(ENOUGH)
     if not late - early:

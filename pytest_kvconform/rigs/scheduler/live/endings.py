@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_kvconform.rigs.engine.router import RENDEZVOUS
 from pytest_kvconform.rigs.processes.cores import Deadline
-from pytest_kvconform.rigs.scheduler.leaks import A_FEW, ENOUGH, LATER_S, growing_memory, remembered
+from pytest_kvconform.rigs.scheduler.leaks import A_FEW, ENOUGH, LATER_S, ROUNDS, growing_memory, remembered
 from pytest_kvconform.rigs.scheduler.live.clocks import set_ahead
 from pytest_kvconform.rigs.scheduler.rig import BLOCK, LEFT
 
@@ -151,40 +151,43 @@ def _growing(
     """Of these places, those that grow with the requests that `end_some` lets end. They are noted for the
     other cases of the cell.
 
-    A memory that has a limit is right, as in `leaks.growing_memory`. So what has grown is looked at again
-    when more requests have ended than it may name, and a day later. A place that names no more than that is
-    right, though it names more than before: requests whose blocks P keeps take room there, and are not
-    counted. `count`: place -> requests that it names, at once or after a further step.
+    A memory that has a limit is right, as in `leaks.growing_memory`. It may fill slowly, since requests whose
+    blocks P keeps are in it and are not counted. So what has grown is looked at again while it names no more
+    than it may, ROUNDS times at most, and a day later. `count`: place -> requests that it names, at once or
+    after a further step.
     """
     may = max(ENOUGH, rig.subject.remembers)
-    for before, least in ((TIMES, 0), (may + TIMES, may)):
-        end_some(before)
+    end_some(TIMES)
+    for _ in range(ROUNDS):
         early = count(False)
         end_some(TIMES)
-        places = _above(rig, places, early, count, least)
-        if not places:
-            return places
-    early = {place: number - 1 for place, number in count(False).items()}
+        found = _above(rig, places, early, count)
+        if not found or max(found.values()) > may:
+            break
+        end_some(may)
+    if not found:
+        return set()
+    early = {place: max(may, number - 1) for place, number in count(False).items()}
     forget_in_time()
     end_some(A_FEW)
-    if places := _above(rig, places, early, count, may):
+    if places := set(_above(rig, set(found), early, count)):
         with rig.shared_file(f"{role}.grows").open("a") as file:
             file.write("".join(f"{place}\n" for place in places))
     return places
 
 
 def _above(
-    rig: Rig, places: set[str], early: dict[str, int], count: Callable[[bool], dict[str, int]], least: int
-) -> set[str]:
-    """Of these places, those that name more than `least` requests, and more than before, even if engines step
-    on for a while.
+    rig: Rig, places: set[str], early: dict[str, int], count: Callable[[bool], dict[str, int]]
+) -> dict[str, int]:
+    """Of these places, those that name more requests than before, even if engines step on for a while, and
+    how many.
     """
-    at_most, late = {place: max(early.get(place, 0), least) for place in places}, count(False)
+    late = count(False)
     for _ in rig.waits(Deadline(rig.settle_s)):
-        if not any(late.get(place, 0) > at_most[place] for place in places):
+        if not any(late.get(place, 0) > early.get(place, 0) for place in places):
             break
         late = count(True)
-    return {place for place in places if late.get(place, 0) > at_most[place]}
+    return {place: late[place] for place in places if late.get(place, 0) > early.get(place, 0)}
 
 
 def _known(rig: Rig, role: str) -> set[str]:
