@@ -61,7 +61,7 @@ def test_a_renewal_that_cuts_request_ids_apart_is_found(run_cases: Callable[...,
     reported = run_cases("CutsAtCommas", "P2D1", modules=MODULE, judged=[CASES[0]], shows="KV-BYTES-001")
     wrong = {name: why for name, (outcome, why) in reported.items() if outcome != "PASS"}
     assert set(wrong) == {CASES[0]}, reported
-    says = "scheduled loaded what P had written .*; its id on P was .*, /:;.*\n.*cuts other ids apart"
+    says = "loaded what P had written into .*; its id on P was .*, /:;.*\nrequests with ordinary ids waited"
     assert re.search(says, wrong[CASES[0]]), wrong
 
 

@@ -203,11 +203,20 @@ class TellsOfEnds(BusyUntilTold):
 
 
 class KeepsTheLast(TellsOfEnds):
-    """Remembers an end until its workers know it, and the last 64 of those that they know."""
+    """Remembers an end until its workers know it, and the last 64 of those that they know.
+
+    Refuses KV memory of fewer layers than its model has, as a connector that ends with the last one.
+    """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any):
         super().__init__(vllm_config, role, kv_cache_config)
         self.last: dict[str, bool] = {}  # request -> whether the workers know of its end
+        self.layers = vllm_config.model_config.get_total_num_hidden_layers()
+
+    def register_kv_caches(self, kv_caches: Any) -> None:
+        if len(kv_caches) < self.layers:
+            raise ValueError(f"{len(kv_caches)} of {self.layers} layers")
+        super().register_kv_caches(kv_caches)
 
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> Any:
         self.last[request.request_id] = False

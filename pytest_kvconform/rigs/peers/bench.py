@@ -39,7 +39,8 @@ MORE_BLOCKS = 13  # of a P whose pool is larger than that of the others
 LONGER = 2  # leases are so many times as long after a run on a machine that was too slow
 BUSY = 0.2  # part of the time for which this process waits for a core, on a machine that is busy
 # Requests that may find P's lease at its end or its blocks freed, or wait long for a P that does not answer.
-LATE = {"late", "waiting", "loading", "old", "stranger", "again", "second", LIMIT, *BAD, *CUT}
+LATE = {"late", "waiting", "chosen", "last", "loading", "old", "stranger", "again", "second"}
+LATE |= {LIMIT, *BAD, *CUT}
 
 
 NOTICEABLE_S = 1.0  # seconds; a request that waits less for another one counts as not delayed

@@ -186,25 +186,24 @@ def lease_ends_during_load(engines: ScenarioEngines, p: SteppedEngine, d: Steppe
 
 
 def queued_past_lease(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) -> Steps:
-    """Requests of D wait in the queue for longer than a lease before they are scheduled. The id of the second
-    one has characters that separate words.
+    """Three requests of D wait in the queue for longer than a lease before they are scheduled. The id of the
+    second one has characters that separate words.
 
-    Meanwhile the lease ends of a prompt ("behind") that P has computed after it, and that no D reads.
+    Meanwhile the lease ends of a prompt ("behind") that P has computed after them, and that no D reads.
     `numbers`: "behind": when P no longer held that prompt; 0.0: P still holds it.
     """
     if "loading_past_lease" in engines.running:  # D meets P there
         yield from until(lambda: d.outputs, d.deadline(engines.limits.request))
     else:
         yield from engines.decode(d, (yield from engines.prefill(p)))
-    ids, prefills, requests, decodes = {"waiting": "", "chosen": CHOSEN}, {}, {}, {}
-    for name, chosen in ids.items():
-        prefills[name] = yield from engines.prefill(p, chosen=chosen)
+    prefills, requests, decodes = {}, {}, {}
     p.longest_gap = d.longest_gap = 0.0
+    for name, chosen in {"waiting": "", "chosen": CHOSEN, "last": ""}.items():
+        like = prefills[name] = yield from engines.prefill(p, chosen=chosen)
+        request = requests[name] = engines.make_request(like.number, "d", like.params, chosen=chosen)
+        yield from d.call("keep_in_queue", request.id)
+        yield from d.call("add", request)
     added = time.monotonic()
-    for name, like in prefills.items():
-        requests[name] = engines.make_request(like.number, "d", like.params, chosen=ids[name])
-        yield from d.call("keep_in_queue", requests[name].id)
-        yield from d.call("add", requests[name])
     behind = prefills["behind"] = yield from engines.prefill(p)
     freed = yield from engines.wait_until_gone(p, behind.id, engines.lease_s + engines.limits.release)
     yield from pause(added + engines.lease_s * LEASES_WAITED - time.monotonic())

@@ -29,8 +29,9 @@ from vllm.v1.kv_cache_interface import MambaSpec
 from pytest_kvconform.rigs.bytes.layers import metadata
 from pytest_kvconform.rigs.context import declared_addition
 from pytest_kvconform.rigs.processes.cores import Deadline
+from pytest_kvconform.rigs.scheduler.live.config import with_few_layers
 from pytest_kvconform.rigs.scheduler.rig import BLOCK, BLOCKS, Rig, Side, first_block, longer
-from pytest_kvconform.rigs.scheduler.worker_half import WorkerHalf
+from pytest_kvconform.rigs.scheduler.worker_half import WorkerHalf, single_rank_config
 from pytest_kvconform.rigs.vllm_setup.compat import pre_forward
 
 LONGEST = 8  # blocks of a request, beyond what its connector's declaration adds to every prompt
@@ -52,8 +53,9 @@ def start_engine_with_worker(
     `blocks`: of the pool, and the engine then has the first layers of the model only; 0: enough for one
     request, and all layers.
     """
-    added = declared_addition(rig.subject, BLOCK) // BLOCK
-    half = WorkerHalf(rig, role, port=port, longest=LONGEST + added, blocks=blocks, few=bool(blocks))
+    longest = LONGEST + declared_addition(rig.subject, BLOCK) // BLOCK
+    config = with_few_layers(copy.copy(single_rank_config(rig, role)), rig.geometry) if blocks else None
+    half = WorkerHalf(rig, role, port=port, longest=longest, config=config, blocks=blocks, few=bool(blocks))
     half.construct()
     if durations is not None:
         half.time_hooks(durations)
