@@ -186,12 +186,12 @@ def test_a_case_that_no_other_shard_was_to_run(parts, refused):
 
 
 def test_a_run_may_pass_midnight(parts, refused):
-    days = [str(today().replace(year=2020)), str(today()), str(today())]
+    days = [str(KNOWN.day.replace(year=2020)), str(KNOWN.day), str(KNOWN.day)]
     for number, day in enumerate(days, 1):
         folder = write(f"part{number}", f"{number}/3", known=(KNOWN,))
         edit(folder, lambda report, day=day: report["subject"]["known"][0].update(day=day))
     assert merge(*parts) == 10
-    assert document.read(Path("merged")).subject.known[0].day == today()
+    assert document.read(Path("merged")).subject.known[0].day == KNOWN.day
 
 
 def test_the_report_of_a_shard_is_not_replaced(parts, capsys):
