@@ -71,7 +71,10 @@ WRONG = [
     mistake(
         "WrongLayer", {"attention_kv_arrives": r"layers\.0\.self_attn\.attn holds rows of model\.layers\.1\."}
     ),
-    mistake("FirstBlockOnly", {"attention_kv_arrives": rf"in \d+ of \d+ wrong rows: {MOVED}"}),
+    # rows of another prompt; whether some of its tokens are in this one, too, is chance
+    mistake(
+        "FirstBlockOnly", {"attention_kv_arrives": rf"of 432 wrong rows: {MOVED}|tokens 69-95 .* nowhere"}
+    ),
 ]
 
 
