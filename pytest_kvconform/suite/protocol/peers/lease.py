@@ -216,8 +216,8 @@ def blocks_are_kept_while_d_waits(bench: Bench, variant: str) -> Evidence:
             f"lease is {bench.peers.lease_s:.0f} s"
         )
         if chosen := observed.prefills.get(CHOSEN):
-            whose = "its id" if name == CHOSEN else "the id of another request that waited"
-            happened += f"; {whose} on P was {chosen.id!r}"
+            whose = "its id on P" if name == CHOSEN else "the id on P of another request that waited"
+            happened += f"; {whose} was {chosen.id!r}"
         diagnosis = CUTS if name == CHOSEN else LATE
         raise violation(broken_rule("KV-LEASE-004", what), happened, observed, ended, diagnosis=diagnosis)
     looked_at = sum(check.rows_due for ended in observed.decodes.values() for check in ended.checks)
