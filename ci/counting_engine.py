@@ -162,7 +162,7 @@ def background(geometry: Geometry) -> Iterator[str]:
     os.environ["PYTHONPATH"] = os.pathsep.join(
         [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     )
-    zygote = launch_zygote([], geometry.config["architectures"])
+    zygote = launch_zygote([], geometry.architectures)
     try:
         wait_for_zygote(zygote.address, IMPORT_S)
         yield zygote.address

@@ -116,6 +116,14 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     draft_layers: tuple[Run, ...] = ()
     config: dict[str, Any]  # config.json
     draft_config: dict[str, Any] | None = None  # config.json of the draft model
+    # fields of vLLM's SpeculativeConfig for the draft, beside its model: {"method", "num_speculative_tokens"}
+    speculation: dict[str, Any] | None = None
+
+    @property
+    def architectures(self) -> set[str]:
+        """Names of the model classes of vLLM: of the model and of its draft."""
+        configs = filter(None, (self.config, self.draft_config))
+        return {name for config in configs for name in config["architectures"]}
 
 
 @functools.cache
@@ -186,8 +194,8 @@ def _mistake(geometry: Geometry, stem: str) -> str:
         for key, value in numbers.items():
             if value < 1:
                 return f"kinds.{word}: {key} is {value}, but must be above 0"
-    if bool(draft) != (geometry.draft_config is not None):
-        return "draft_layers and draft_config: there must be both or neither"
+    if not bool(draft) == (geometry.draft_config is not None) == (geometry.speculation is not None):
+        return "draft_layers, draft_config and speculation: there must be all or none"
     return _config_mistake("config", geometry.config, [geometry.kinds[word] for word in own]) or (
         _config_mistake("draft_config", geometry.draft_config, [geometry.kinds[word] for word in draft])
         if geometry.draft_config

@@ -214,7 +214,7 @@ def main(messages: str = "10000") -> int:
     os.environ["PYTHONPATH"] = os.pathsep.join(
         [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     )
-    zygote = launch_zygote([], set(load_geometries()[MODEL].config["architectures"]))
+    zygote = launch_zygote([], load_geometries()[MODEL].architectures)
     many, took = multiprocessing.get_context("spawn"), dict[str, np.ndarray]()
     forbidden, silent = (socket.create_server(("127.0.0.1", 0)) for _ in range(2))
     for one in (forbidden, silent):

@@ -163,7 +163,7 @@ def main(device: str = "cpu", rounds: str = "5", first: str = NIXL, second: str 
     columns = ["topology", "tokens", "blocks"]
     for name in (first, second):
         columns += [column.format(name.rpartition(":")[2]) for column in PAIR_COLUMNS]
-    zygote = launch_zygote([], set(load_geometries()[MODEL].config["architectures"]))
+    zygote = launch_zygote([], load_geometries()[MODEL].architectures)
     try:
         wait_for_zygote(zygote.address, PATIENCE_S)
         print(f"| {' | '.join([*columns, 'ratio'])} |\n{'|---' * (len(columns) + 1)}|", flush=True)

@@ -311,7 +311,7 @@ def main(device: str = "cpu", rounds: str = "5") -> None:
         [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     )
     zygote = launch_zygote(
-        [], {word for model, *_ in CASES for word in load_geometries()[model].config["architectures"]}
+        [], {word for model, *_ in CASES for word in load_geometries()[model].architectures}
     )
     try:
         wait_for_zygote(zygote.address, PATIENCE_S)

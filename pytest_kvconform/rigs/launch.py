@@ -124,7 +124,7 @@ def start_zygote(settings: Settings, variables: Mapping[str, str] = {}) -> Zygot
                     if place.rig == "engine":  # cases about the end of engines start some without a model
                         wanted["bytes"] |= _architectures_like(place.family)
                 else:
-                    wanted["bytes"] |= set(load_geometries()[place.family].config["architectures"])
+                    wanted["bytes"] |= load_geometries()[place.family].architectures
     more = [SERVING_PRELOAD] if "serving" in rigs and not extras.not_installed(extras.LM_EVAL) else []
     if settings.stand_in:
         more.append(STAND_IN)
@@ -134,7 +134,7 @@ def start_zygote(settings: Settings, variables: Mapping[str, str] = {}) -> Zygot
 def _architectures_like(family: str) -> set[str]:
     """The architectures of geometries of this family, and of llama, with which engines are compared."""
     like = [one for one in load_geometries().values() if one.family in (family, "llama")]
-    return {architecture for one in like for architecture in one.config["architectures"]}
+    return {architecture for one in like for architecture in one.architectures}
 
 
 def launch_zygote(

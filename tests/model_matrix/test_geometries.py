@@ -153,7 +153,7 @@ def edited(tmp_path: Path):
             "llama3_1_8b",
             "[config]",
             "[draft_config]\na = 1\n[config]",
-            "draft_layers and draft_config: there must be both or neither",
+            "draft_layers, draft_config and speculation: there must be all or none",
         ),
         (
             "deepseek_v3",

@@ -232,7 +232,7 @@ def test_log_probabilities_differ_where_the_window_loses_a_token_and_nowhere_els
 def address(_scripts: None) -> Iterator[str]:
     must_be_installed()
     zygote = launch_zygote(
-        [], [word for name in GEOMETRIES for word in load_geometries()[name].config["architectures"]]
+        [], [word for name in GEOMETRIES for word in load_geometries()[name].architectures]
     )
     wait_for_zygote(zygote.address, 180.0)
     yield zygote.address

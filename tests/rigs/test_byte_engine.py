@@ -27,7 +27,7 @@ GEOMETRIES = ("llama3_1_8b", "gemma3_1b", "kimi_linear_48b")
 def address() -> Iterator[str]:
     """Of one zygote, from which the engines of every test are forked."""
     zygote = launch_zygote(
-        [], {word for name in GEOMETRIES for word in load_geometries()[name].config["architectures"]}
+        [], {word for name in GEOMETRIES for word in load_geometries()[name].architectures}
     )
     wait_for_zygote(zygote.address, 90.0)
     yield zygote.address

@@ -108,7 +108,10 @@ def test_start_load_kv_gets_what_each_minor_passes_by_name() -> None:
 def test_wait_for_save_comes_after_the_results_of_a_step_with_a_drafter() -> None:
     early, late = ActiveIn031(), ActiveIn033()
     assert (defers_finalize(early), defers_finalize(late)) == (False, True)
-    assert post_forward(early, set(), drafter=False) == post_forward(late, set(), drafter=False)
+    assert post_forward(early, set()) == post_forward(late, set())
     assert not late.finalized
-    assert post_forward(late, set(), drafter=True) == "get_transfer_results"
+    drafts = []
+    assert post_forward(late, set(), lambda: drafts.append(late.finalized)) == "get_transfer_results"
     assert late.finalized
+    post_forward(early, set(), lambda: drafts.append(False))
+    assert drafts == [False, False]  # the draft model runs before wait_for_save, in every minor

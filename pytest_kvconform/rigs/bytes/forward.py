@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -34,13 +35,17 @@ class Forward:
         """`config`: vLLM's VllmConfig; `caches`: of the layers, by name."""
         self.config, self.connector, self.layers, self.caches = config, connector, layers, caches
         self.checker, self.memory, self.groups = checker, checker.memory, checker.groups
+        self.drafted = [name for name, layer in layers.items() if layer.is_draft_layer]
+        # the draft model's forward of this step; None: there is no draft model
+        self.draft: Callable[[], None] | None = None
         # asked of the class, as config/vllm.py does
         self.piecewise = type(get_kv_transfer_group()).requires_piecewise_for_cudagraph(
             config.kv_transfer_config.kv_connector_extra_config
         )
 
     def run(self, scheduler_output: Any, work: StepWork) -> None:
-        """Run the forward of a step, from the start of its loads on."""
+        """Run the model's forward of a step, from the start of its loads on."""
+        self.draft = None
         slots = [self._slots(work, index) for index in range(len(self.groups.layers))]
         if work.replayed and not self.piecewise:
             self._replay(scheduler_output, work, slots)
@@ -52,8 +57,8 @@ class Forward:
         of the tokens that they compute, then wait for the loaded KV of the layer, attend, and save the layer
         (`unified_kv_cache_update` and `maybe_transfer_kv_layer`).
         """
-        attention = [name for name in self.layers if name not in self.groups.states]
         states = [name for name in self.layers if name in self.groups.states]
+        attention = [name for name in self.layers if name not in {*states, *self.drafted}]
         with set_forward_context(self._metadata(work), self.config):
             pre_forward(self.connector, scheduler_output)
             if work.load_checks and not work.after_load:
@@ -61,21 +66,37 @@ class Forward:
             looks = LayerLooks(self.memory, self.groups, work) if work.after_load else None
             if looks:  # no hook waits for a state
                 looks.look(states)
-            group = get_kv_transfer_group()
-            for name in attention:
-                self._write_tokens(name, *slots[self.groups.of[name]])
-                if group.has_connector_metadata():
-                    group.wait_for_layer_load(name)
-                if looks:
-                    looks.look([name])
-                if group.has_connector_metadata():
-                    group.save_kv_layer(name, self.caches[name], self._context[name])
-            if looks and work.load_checks:
-                with self.memory.held_before(looks.seen()):
-                    self.checker.check_loads(work)
+            self._attend(attention, slots, looks)
+            if not self.drafted:
+                self._check_within(work, looks)
             for name in states:
                 self._write_states(work, name)
             self.connector.finish_forward()
+        if self.drafted:
+            self.draft = lambda: self._draft(work, slots, looks)
+
+    def _draft(self, work: StepWork, slots: Slots, looks: LayerLooks | None) -> None:
+        """The layers of the draft model, whose forward has its own context (v1/worker/gpu/spec_decode)."""
+        with set_forward_context(self._context, self.config):
+            self._attend(self.drafted, slots, looks)
+        self._check_within(work, looks)
+
+    def _attend(self, layers: Iterable[str], slots: Slots, looks: LayerLooks | None) -> None:
+        group = get_kv_transfer_group()
+        for name in layers:
+            self._write_tokens(name, *slots[self.groups.of[name]])
+            if group.has_connector_metadata():
+                group.wait_for_layer_load(name)
+            if looks:
+                looks.look([name])
+            if group.has_connector_metadata():
+                group.save_kv_layer(name, self.caches[name], self._context[name])
+
+    def _check_within(self, work: StepWork, looks: LayerLooks | None) -> None:
+        """Compare loads that happen within the step with what each layer found."""
+        if looks and work.load_checks:
+            with self.memory.held_before(looks.seen()):
+                self.checker.check_loads(work)
 
     def _replay(self, scheduler_output: Any, work: StepWork, slots: Slots) -> None:
         """A forward that is the replay of a full CUDA graph: no code of a layer runs, and so no hook of it.

@@ -128,7 +128,8 @@ class StepPart:
     end: int
     owners: np.ndarray  # int per token of [first, end)
     tables: tuple[np.ndarray, ...]  # block ids per group; 0 is the null block
-    token: int | None  # the token it generates; None: its prompt is not complete
+    tokens: tuple[int, ...]  # that it generates; none if its prompt is not complete
+    drafts: tuple[int, ...]  # that the draft model proposes to follow them
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,9 @@ step (`StepWork`).
 
 from __future__ import annotations
 
+import itertools
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,8 @@ from pytest_kvconform.rigs.vllm_setup.overrides import keep_configured_limits
 from pytest_kvconform.rigs.vllm_setup.stand_ins import device
 from pytest_kvconform.rigs.vllm_setup.statistics import StatisticsPath, StatisticsTrace
 
+NEVER = 4  # a token that no engine generates
+
 
 def serve(connection: Any, spec: ByteEngineSpec) -> None:
     """Run the engine in a child of the zygote, see `engine.process.serve`."""
@@ -36,6 +40,17 @@ def token_after(position: int) -> int:
     It is a fixed function, so that requests with one prompt agree.
     """
     return 5 + position * 2654435761 % 2**32 % 491
+
+
+def tokens_after(position: int, drafts: Sequence[int]) -> tuple[int, ...]:
+    """The tokens that a step generates after `position` tokens: the drafts that are right, and one more."""
+    right = itertools.takewhile(lambda i: drafts[i] == token_after(position + i), range(len(drafts)))
+    return tuple(token_after(position + i) for i in range(1 + len(list(right))))
+
+
+def drafts_after(position: int, number: int) -> tuple[int, ...]:
+    """The tokens that the draft model proposes after `position` tokens: a right one, then wrong ones."""
+    return (token_after(position), *(NEVER,) * (number - 1)) if number else ()
 
 
 class ByteEngineProcess(engine_process.EngineProcess):
@@ -207,7 +222,7 @@ class ByteEngineProcess(engine_process.EngineProcess):
     def _work(self, scheduler_output: Any) -> StepWork:
         """What the ranks write and check in this step."""
         parts, load_checks = [], []
-        loading = self._loading()
+        loading, drafted = self._loading(), self.scheduler.num_spec_tokens
         for request_id, position in positions_of(scheduler_output).items():
             scheduled = scheduler_output.num_scheduled_tokens[request_id]
             request, end = self.scheduler.requests[request_id], position + scheduled
@@ -217,14 +232,17 @@ class ByteEngineProcess(engine_process.EngineProcess):
             )
             self._note_blocks(request_id)
             tables, owners = self._tables(request_id), self._owners(request_id, end)
-            last = end >= request.num_tokens
+            drafts = scheduler_output.scheduled_spec_decode_tokens.get(request_id, ())
+            known = end - len(drafts)
+            last = known >= request.num_tokens
             self.overwriter.note_scheduled(request_id, blocks_of(tables), last)
             self.held.setdefault(request_id, set()).update(blocks_of(tables))
             for index, table in enumerate(tables):
                 for name in self.groups[index].layers:
                     self.tables[name, self.requests[request_id].number] = tuple(table.tolist())
-            token = token_after(end) if last else None
-            parts.append(StepPart(request_id, position, end, owners[position:], tables, token))
+            tokens = tokens_after(known, drafts) if last else ()
+            proposed = drafts_after(known + len(tokens), drafted) if last else ()
+            parts.append(StepPart(request_id, position, end, owners[position:], tables, tokens, proposed))
             if request_id in self.loading or (first and self.requests[request_id].watch):
                 local, blocks = self.loading.pop(request_id, (position, set()))
                 loaded = np.array(sorted(blocks), dtype=np.int64)
@@ -245,7 +263,8 @@ class ByteEngineProcess(engine_process.EngineProcess):
             scheduler_output.has_sync_kv_loads,
             self.owner_of_block,
             loading,
-            self.replaying and all(part.end == part.first + 1 for part in parts),
+            self.replaying
+            and all(part.end == part.first + 1 + self.scheduler.num_spec_tokens for part in parts),
         )
 
     def _owners(self, request_id: str, end: int) -> np.ndarray:

@@ -98,6 +98,14 @@ def block_size(cell: Cell, role: str) -> int:
     return block_size_of(load_geometries()[cell.family], tp, side.block, side.dtype, kernel_block=kernel)
 
 
+def dropped_tokens(cell: Cell, role: str) -> int:
+    """Tokens at the end of a hit in its own prefix cache that an engine computes again all the same: a block
+    if a draft reads the model's hidden states, which no cache has. Source: SpeculativeConfig.use_eagle
+    (config/speculative.py) and KVCacheManager's `use_eagle`.
+    """
+    return block_size(cell, role) if load_geometries()[cell.family].speculation else 0
+
+
 def needed_blocks(cell: Cell, role: str, longest: int) -> int:
     """Return how many blocks `longest` tokens need on one side of a cell."""
     return blocks_for(load_geometries()[cell.family], block_size(cell, role), longest)

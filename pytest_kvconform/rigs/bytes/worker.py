@@ -25,7 +25,7 @@ from vllm.v1.attention.backends.utils import record_kv_cache_layout
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 from vllm.v1.worker.gpu_worker import init_worker_distributed_environment
 from vllm.v1.worker.utils import allocate_kv_cache
@@ -40,7 +40,7 @@ from pytest_kvconform.rigs.bytes.messages import ByteEngineSpec, Check, StepWork
 from pytest_kvconform.rigs.bytes.pool_memory import poison, pools_of
 from pytest_kvconform.rigs.bytes.specs import geometry_of
 from pytest_kvconform.rigs.vllm_setup import overrides
-from pytest_kvconform.rigs.vllm_setup.compat import select_common_block_size
+from pytest_kvconform.rigs.vllm_setup.compat import post_forward, select_common_block_size
 from pytest_kvconform.rigs.vllm_setup.kv_cache_specs import layer_specs, window_of, zeroed_layers
 
 WARM_UP_S = 0.01  # vLLM's takes seconds
@@ -196,19 +196,20 @@ class ByteWorker(WorkerBase):
             return output
         checker, before = self.checker, len(self.checker.checks)
         self.forward.run(scheduler_output, work)
-        output = self.connector.post_forward(scheduler_output.finished_req_ids)
+        output = post_forward(self.connector, scheduler_output.finished_req_ids, self.forward.draft)
         self._note_failures(output)
         # loads within the step report failures only now
         for index, load in enumerate(work.load_checks, before):
             failed = checker.failed & set(load.loaded.tolist())
             checker.checks[index] = replace(checker.checks[index], failed=tuple(sorted(failed)))
             checker.failed -= failed
-        tokens = {part.request: part.token for part in work.parts}
+        tokens = {part.request: part.tokens for part in work.parts}
         ids = list(scheduler_output.num_scheduled_tokens)
+        self._drafts = {part.request: list(part.drafts) for part in work.parts}
         sampled = ModelRunnerOutput(
             req_ids=ids,
             req_id_to_index={name: index for index, name in enumerate(ids)},
-            sampled_token_ids=[[] if tokens[name] is None else [tokens[name]] for name in ids],
+            sampled_token_ids=[list(tokens[name]) for name in ids],
             prompt_logprobs_dict={},
             kv_connector_output=output,
         )
@@ -220,6 +221,10 @@ class ByteWorker(WorkerBase):
     def sample_tokens(self, grammar_output: Any) -> Any:
         """What vLLM's EngineCore.step_with_batch_queue calls after a step that computes tokens."""
         return self._sampled.pop(0)
+
+    def take_draft_token_ids(self) -> DraftTokenIds:
+        """What the draft model proposes to verify in the next step."""
+        return DraftTokenIds(list(self._drafts), list(self._drafts.values()))
 
     def _note_failures(self, output: Any) -> None:
         if output is not None:

@@ -11,6 +11,7 @@ vLLM is imported inside functions only.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -146,14 +147,19 @@ def defers_finalize(active: Any) -> bool:
     return "defer_finalize" in inspect.signature(active.post_forward).parameters
 
 
-def post_forward(active: Any, finished: set[str], drafter: bool) -> Any:
+def post_forward(active: Any, finished: set[str], draft: Callable[[], None] | None = None) -> Any:
     """Call the hooks after the forward as vLLM's second model runner does. Returns a KVConnectorOutput.
 
-    Source: v1/worker/gpu/model_runner.py: sample_tokens.
+    `draft`: the forward of the draft model; None: there is none. Source: v1/worker/gpu/model_runner.py:
+    sample_tokens.
     """
-    if not drafter:
+    if draft is None:
+        return active.post_forward(finished)
+    if not defers_finalize(active):
+        draft()
         return active.post_forward(finished)
     reported = active.post_forward(finished, defer_finalize=True)
+    draft()
     active.finalize_step()
     return reported
 

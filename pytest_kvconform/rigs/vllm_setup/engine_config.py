@@ -16,6 +16,7 @@ from pytest_kvconform.rigs.processes.place import FOLDER_OF_NODES
 from pytest_kvconform.rigs.vllm_setup.compat import generate_scheduler_kv_cache_config, get_kv_cache_configs
 from pytest_kvconform.rigs.vllm_setup.kv_cache_specs import block_size_of
 
+DRAFT = "draft"  # folder of the draft's config.json within that of the model
 PLENTY = 1 << 44  # bytes of KV memory: the size of a pool is given in blocks instead
 
 
@@ -109,22 +110,27 @@ def geometry_config(
     conv_layout: str,
     cache_dtype: str,
     tensor_parallel: int,
-    **more: Any,
+    more: dict[str, Any] | None = None,
+    **arguments: Any,
 ) -> Any:
     """The VllmConfig of an engine without a model, whose KV cache has the geometry of a real one.
 
     `block_size`: tokens, as a user asks for them; `kernel_block`: tokens of a block of the attention kernels;
-    `conv_layout`: "DS" or "SD", of convolution states; `more`: further parameters of `engine_config`.
+    `conv_layout`: "DS" or "SD", of convolution states; `more`: further fields of EngineArgs, which win;
+    `arguments`: further parameters of `engine_config`.
     The caller has called `overrides.keep_configured_limits`.
     """
     os.environ["VLLM_SSM_CONV_STATE_LAYOUT"] = conv_layout
+    folder = _folder_of(geometry)
+    drafts = {"model": str(folder / DRAFT), **geometry.speculation} if geometry.speculation else None
     config = engine_config(
-        str(_folder_of(geometry)),
+        str(folder),
         dtype=geometry.dtype,
         block_size=block_size,
         cache_dtype=cache_dtype,
         tensor_parallel=tensor_parallel,
-        **more,
+        more={"speculative_config": drafts} | (more or {}),
+        **arguments,
     )
     config.cache_config.block_size = block_size_of(
         geometry, tensor_parallel, block_size, cache_dtype, kernel_block=kernel_block
@@ -133,15 +139,18 @@ def geometry_config(
 
 
 def _folder_of(geometry: Geometry) -> Path:
-    """A folder with the model's config.json within the run's folder, or within that of engines on two nodes.
+    """A folder with the model's config.json within the run's folder, or within that of engines on two nodes,
+    and in it a folder with the config.json of the draft, if there is one.
 
     P and D have folders of one name, since connectors compare names of models.
     """
     folder = Path(os.environ.get(FOLDER_OF_NODES) or tempfile.gettempdir()) / f"geometry-{geometry.id}"
-    folder.mkdir(exist_ok=True)
-    written = folder / f"{os.getpid()}.json"
-    written.write_text(json.dumps(geometry.config))
-    written.replace(folder / "config.json")  # another engine may be reading it
+    for place, config in ((folder, geometry.config), (folder / DRAFT, geometry.draft_config)):
+        if config is not None:
+            place.mkdir(exist_ok=True)
+            written = place / f"{os.getpid()}.json"
+            written.write_text(json.dumps(config))
+            written.replace(place / "config.json")  # another engine may be reading it
     return folder
 
 

@@ -10,7 +10,7 @@ import functools
 from model_matrix import load_geometries
 from model_matrix.geometries import SlidingWindow, State
 from pytest_kvconform.result import Cell
-from pytest_kvconform.rigs.bytes.specs import block_size, side_of
+from pytest_kvconform.rigs.bytes.specs import block_size, dropped_tokens, side_of
 from pytest_kvconform.rigs.scenario import Prompt, Transfer, tokens
 
 BOUNDARIES = {"quick": 2, "full": 3}  # block boundaries with prompts on both sides
@@ -60,7 +60,8 @@ def situations(cell: Cell, matrix: str) -> list[Transfer]:
     ]
     if matrix != "quick" or not has_state(cell):
         # P has a block more than D loads, for the last token. Another load of the same step has no hit.
-        end, warm = (n if has_state(cell) else 3 * b + 1), block_size(cell, "D") + 1
+        end = n if has_state(cell) else 3 * b + 1
+        warm = block_size(cell, "D") + 1 + dropped_tokens(cell, "D")
         prompts = Prompt(tokens(less)), Prompt(tokens(end, seed=1), warm=warm)
         found.append(Transfer("hit_of_one", prompts))
     more = [Transfer("p_generates_two", (Prompt(tokens(2 * b)),), generates=2)]
@@ -75,15 +76,16 @@ def hits(cell: Cell, matrix: str) -> list[Transfer]:
     window there is also a hit that is longer than the window and reaches into the window of the last token:
     D has some of this window in its cache, and loads the rest. So it is with later turns of a long chat.
     """
-    b, n = block_size(cell, "D"), _long(cell)
-    most = (n - 1) // b
+    b, dropped = block_size(cell, "D"), dropped_tokens(cell, "D")
+    n = _long(cell) + dropped
+    most = (n - 1 - dropped) // b
     depths = range(1, most + 1) if matrix != "quick" and most <= 8 else sorted({1, most // 2, most} - {0})
     found = dict.fromkeys(depths, n)  # blocks of the hit -> tokens of the prompt
     for window in windows(cell):
         # Two whole blocks are loaded, so that a connector which leaves the last one to D loads one.
         found.setdefault(window // b + 1, window + 3 * b + 7)
     return [
-        Transfer(f"hit{depth}", (Prompt(tokens(length), warm=depth * b + 1),))
+        Transfer(f"hit{depth}", (Prompt(tokens(length), warm=depth * b + 1 + dropped),))
         for depth, length in found.items()
     ]
 

@@ -262,7 +262,8 @@ class LiveEngine:
             call("the hooks before the forward", pre_forward, active, output)
             self._forward(parts, context)
             call("finish_forward", active.finish_forward)
-        return call("the hooks after the forward", post_forward, active, output.finished_req_ids, drafter)
+        draft = (lambda: None) if drafter else None
+        return call("the hooks after the forward", post_forward, active, output.finished_req_ids, draft)
 
     def _step_with_drafter(self, output: Any, parts: Any, context: Any) -> KVConnectorOutput | None:
         """The order of vLLM's first model runner when a drafter runs: `wait_for_save` comes after the results
