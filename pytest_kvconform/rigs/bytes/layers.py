@@ -11,9 +11,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadata
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.mamba.abstract import MambaBase
+from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionBackend, MultipleOf
 from vllm.v1.attention.selector import get_attn_backend, get_mamba_attn_backend
 from vllm.v1.kv_cache_interface import MambaSpec, MLAAttentionSpec
@@ -21,6 +23,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from model_matrix.geometries import Geometry, Mla, State, expand_layers
 from pytest_kvconform.rigs.bytes.messages import PACKED, ByteEngineSpec
+from pytest_kvconform.rigs.vllm_setup.kv_cache_specs import layer_specs
 
 
 class PackedBackend(AttentionBackend):
@@ -82,14 +85,47 @@ class Layer(AttentionLayerBase):
 
 
 def make_layers(geometry: Geometry, spec: ByteEngineSpec, config: Any) -> dict[str, Layer]:
-    """Layer name -> stand-in, in the order of the model.
-
-    The current vLLM config must be set: vLLM chooses backends by it.
+    """Layer name -> stand-in, in the order of the model. They are put into the VllmConfig `config`, where
+    vLLM keeps its layers.
     """
     if spec.kernel_block:
         PackedBackend.kernel_blocks = (spec.kernel_block,)
-    backends = {word: _backend(kind, spec, config) for word, kind in geometry.kinds.items()}
-    return {layer.name: Layer(backends[layer.word], layer.draft) for layer in expand_layers(geometry)}
+    with set_current_vllm_config(config):  # vLLM chooses backends by it
+        backends = {word: _backend(kind, spec, config) for word, kind in geometry.kinds.items()}
+    layers = {layer.name: Layer(backends[layer.word], layer.draft) for layer in expand_layers(geometry)}
+    config.compilation_config.static_forward_context.update(layers)
+    return layers
+
+
+def specs_of_layers(
+    layers: dict[str, Layer], geometry: Geometry, spec: ByteEngineSpec, config: Any
+) -> dict[str, Any]:
+    """Layer name -> KVCacheSpec of one rank. Each layer gets its own.
+
+    `config`: the VllmConfig of the rank, after vLLM has chosen the size of blocks.
+    """
+    with set_current_vllm_config(config):
+        specs = layer_specs(
+            geometry,
+            spec.tensor_parallel,
+            config.cache_config.block_size,
+            spec.cache_dtype,
+            prefix_caching=spec.prefix_caching,
+            max_model_len=spec.max_model_len,
+            kernel_block=smallest_kernel_block({layer.backend for layer in layers.values()}),
+        )
+    for name, layer in layers.items():
+        layer.spec = specs[name]
+    return specs
+
+
+def specs_of_rank(config: Any, geometry: Geometry, spec: ByteEngineSpec) -> dict[str, Any]:
+    """Layer name -> KVCacheSpec of one rank, in the order of vLLM's executors: the layers, then the size of
+    blocks, then the specs. `config`: the VllmConfig of the rank, which gets the layers and the size.
+    """
+    layers = make_layers(geometry, spec, config)
+    current_platform.update_block_size_for_backend(config)
+    return specs_of_layers(layers, geometry, spec, config)
 
 
 def _backend(kind: Any, spec: ByteEngineSpec, config: Any) -> type[AttentionBackend]:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from pytest_kvconform.kvspace.pools.mistakes import Source
-from pytest_kvconform.rigs.bytes.messages import PACKED, ByteEngineSpec, Check, LoadCheck, StepPart, StepWork
+from pytest_kvconform.rigs.bytes.messages import ByteEngineSpec, Check, LoadCheck, StepPart, StepWork
 from pytest_kvconform.rigs.bytes.overwriter import Overwriter, blocks_of
 from pytest_kvconform.rigs.bytes.specs import geometry_of
 from pytest_kvconform.rigs.engine import process as engine_process
@@ -83,7 +83,6 @@ class ByteEngineProcess(engine_process.EngineProcess):
         config = geometry_config(
             geometry_of(spec),
             block_size=spec.block_size,
-            kernel_block=32 if spec.content != PACKED else spec.kernel_block or 16,
             conv_layout=spec.conv_layout,
             cache_dtype=spec.cache_dtype,
             max_model_len=spec.max_model_len,

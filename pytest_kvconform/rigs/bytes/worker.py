@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from vllm.config import set_current_vllm_config
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_transfer_state import (
     ensure_kv_transfer_initialized,
@@ -34,14 +33,14 @@ from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 from pytest_kvconform.kvspace.pools.regions import Region
 from pytest_kvconform.rigs.bytes.checks import Groups, PoolChecker
 from pytest_kvconform.rigs.bytes.forward import Forward
-from pytest_kvconform.rigs.bytes.layers import Layer, make_layers, smallest_kernel_block
+from pytest_kvconform.rigs.bytes.layers import Layer, make_layers, specs_of_layers
 from pytest_kvconform.rigs.bytes.memory import Memory, regions_of
 from pytest_kvconform.rigs.bytes.messages import ByteEngineSpec, Check, StepWork
 from pytest_kvconform.rigs.bytes.pool_memory import poison, pools_of
 from pytest_kvconform.rigs.bytes.specs import geometry_of
 from pytest_kvconform.rigs.vllm_setup import overrides
 from pytest_kvconform.rigs.vllm_setup.compat import post_forward, select_common_block_size
-from pytest_kvconform.rigs.vllm_setup.kv_cache_specs import layer_specs, window_of, zeroed_layers
+from pytest_kvconform.rigs.vllm_setup.kv_cache_specs import window_of, zeroed_layers
 
 WARM_UP_S = 0.01  # vLLM's takes seconds
 PLENTY = 1 << 44  # bytes: the pool's size is given in blocks
@@ -66,24 +65,10 @@ class ByteWorker(WorkerBase):
         set_random_seed(self.model_config.seed)  # as vLLM's workers do, so that P and D draw the same numbers
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
-        with set_current_vllm_config(self.vllm_config):
-            self.layers: dict[str, Layer] = make_layers(self.geometry, self.spec, self.vllm_config)
-        self.compilation_config.static_forward_context.update(self.layers)
+        self.layers: dict[str, Layer] = make_layers(self.geometry, self.spec, self.vllm_config)
 
     def get_kv_cache_spec(self) -> dict[str, Any]:
-        with set_current_vllm_config(self.vllm_config):
-            specs = layer_specs(
-                self.geometry,
-                self.spec.tensor_parallel,
-                self.cache_config.block_size,
-                self.spec.cache_dtype,
-                prefix_caching=self.spec.prefix_caching,
-                max_model_len=self.spec.max_model_len,
-                kernel_block=smallest_kernel_block({layer.backend for layer in self.layers.values()}),
-            )
-        for name, layer in self.layers.items():
-            layer.spec = specs[name]
-        return specs
+        return specs_of_layers(self.layers, self.geometry, self.spec, self.vllm_config)
 
     def determine_available_memory(self) -> int:
         return PLENTY

@@ -33,6 +33,7 @@ from pytest_kvconform.result import (
     ProcessKilled,
     Violation,
 )
+from pytest_kvconform.rigs.bytes.messages import PACKED, ByteEngineSpec
 from pytest_kvconform.rigs.context import SubjectFacts
 from pytest_kvconform.rigs.missing import waits_for_server
 from pytest_kvconform.rigs.processes import linux
@@ -54,7 +55,7 @@ from pytest_kvconform.rigs.scheduler.violations import (
     is_in_connector,
     write_stacks,
 )
-from pytest_kvconform.rigs.vllm_setup.engine_config import geometry_config, kv_cache_config_of_scheduler
+from pytest_kvconform.rigs.vllm_setup.engine_config import geometry_config, kv_cache_configs
 from pytest_kvconform.rigs.vllm_setup.overrides import keep_configured_limits
 from pytest_kvconform.subject import Subject
 
@@ -173,16 +174,19 @@ class Host:
         Source: v1/core/kv_cache_utils.py.
         """
         prefix_caching, tp = config.cache_config.enable_prefix_caching, self.spec.tensor_parallel[role]
-        config.cache_config.num_gpu_blocks_override = config.cache_config.num_gpu_blocks = num_blocks
+        config.cache_config.num_gpu_blocks_override = num_blocks
         key = role, prefix_caching, num_blocks
         if key not in self._kv_configs:
             # vLLM wants a pool that holds the longest request; a case may want one that does not.
             short = copy.copy(config)
+            short.cache_config = copy.copy(config.cache_config)
             short.model_config = copy.copy(config.model_config)
             short.model_config.max_model_len = 1
             specs = self._specs[role, prefix_caching]
-            self._kv_configs[key] = kv_cache_config_of_scheduler(short, specs, tp)
-        return self._kv_configs[key]
+            self._kv_configs[key] = kv_cache_configs(short, specs, tp)[0], short.cache_config
+        kv_config, cache_config = self._kv_configs[key]
+        config.cache_config = copy.copy(cache_config)
+        return kv_config
 
     def hash_function(self) -> Any:
         """vLLM's function for block hashes."""
@@ -199,7 +203,7 @@ class Host:
         return self.hook.name().removeprefix(DEVICE)
 
     def _make(self, role: str, prefix_caching: bool) -> None:
-        from pytest_kvconform.rigs.vllm_setup.kv_cache_specs import layer_specs
+        from pytest_kvconform.rigs.bytes.layers import specs_of_rank
 
         if (role, prefix_caching) in self._configs:
             return
@@ -207,14 +211,10 @@ class Host:
         memory = self.spec.memory[role]
         config = configuration(geometry, memory, tp, self.spec.transfer[role], prefix_caching)
         self._configs[role, prefix_caching] = config
-        self._specs[role, prefix_caching] = layer_specs(
-            geometry,
-            tp,
-            config.cache_config.block_size,
-            memory.dtype,
-            prefix_caching=prefix_caching,
-            max_model_len=LONGEST,
-            kernel_block=memory.kernel or 16,
+        # with one rank the worker and the scheduler share the configuration, as in vLLM
+        of_worker = config if tp == 1 else copy.deepcopy(config)
+        self._specs[role, prefix_caching] = specs_of_rank(
+            of_worker, geometry, engine_spec(self.spec, role, of_worker)
         )
 
     # ---- cases ---------------------------------------------------------------------------------------------
@@ -314,12 +314,11 @@ def configuration(
     geometry: Geometry, memory: Memory, tp: int, transfer: dict[str, Any], prefix_caching: bool
 ) -> Any:
     """vLLM's configuration of one engine, as an engine of the byte rig has it (see bytes/process.py)."""
-    from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
-
-    config = geometry_config(
+    if memory.layout:
+        os.environ["VLLM_KV_CACHE_LAYOUT"] = memory.layout
+    return geometry_config(
         geometry,
         block_size=memory.block,
-        kernel_block=memory.kernel or 16,
         conv_layout=memory.conv,
         cache_dtype=memory.dtype,
         max_model_len=LONGEST,
@@ -329,11 +328,27 @@ def configuration(
         kv_transfer=transfer,
         prefix_caching=prefix_caching,
     )
-    if config.cache_config.kv_cache_layout is None:
-        # vLLM's engine core resolves the layout with the workers' help.
-        config.cache_config.kv_cache_layout = memory.layout or "LBHNC"
-    register_all_kvcache_specs(config)
-    return config
+
+
+def engine_spec(spec: HostSpec, role: str, config: Any) -> ByteEngineSpec:
+    """What the stand-ins for the layers of an engine's worker are made of. `config`: its VllmConfig."""
+    memory = spec.memory[role]
+    return ByteEngineSpec(
+        role=role,
+        geometry=spec.cell.family,
+        tensor_parallel=config.parallel_config.tensor_parallel_size,
+        block_size=memory.block,
+        num_blocks=0,  # the configuration has it
+        kv_transfer_config={},
+        environment={},
+        max_model_len=config.model_config.max_model_len,
+        cache_dtype=memory.dtype,
+        conv_layout=memory.conv,
+        prefix_caching=config.cache_config.enable_prefix_caching,
+        content=PACKED,
+        kernel_block=memory.kernel,
+        device=spec.facts.device,
+    )
 
 
 def _kill(pid: int) -> None:

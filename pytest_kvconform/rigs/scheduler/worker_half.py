@@ -25,7 +25,6 @@ from msgspec import structs
 
 from model_matrix.geometries import Geometry
 from pytest_kvconform.result import Blocked
-from pytest_kvconform.rigs.bytes.messages import PACKED, ByteEngineSpec
 from pytest_kvconform.rigs.hook_calls import LastCalls
 from pytest_kvconform.rigs.processes.cores import own_core_wait
 from pytest_kvconform.rigs.processes.hangs import DEVICE
@@ -33,8 +32,7 @@ from pytest_kvconform.rigs.processes.linux import listening_sockets, threads
 from pytest_kvconform.rigs.scheduler.recorder import Recorder
 from pytest_kvconform.rigs.scheduler.rig import Side
 from pytest_kvconform.rigs.vllm_setup.classes import has_hook
-from pytest_kvconform.rigs.vllm_setup.compat import generate_scheduler_kv_cache_config
-from pytest_kvconform.rigs.vllm_setup.engine_config import kv_cache_config_of_rank
+from pytest_kvconform.rigs.vllm_setup.engine_config import kv_cache_configs
 from pytest_kvconform.rigs.vllm_setup.hooks import BOTH, WORKER, calls_of
 
 if TYPE_CHECKING:
@@ -77,6 +75,7 @@ class WorkerHalf:
 
         from pytest_kvconform.rigs.bytes import worker as byte_worker
         from pytest_kvconform.rigs.bytes.specs import blocks_for
+        from pytest_kvconform.rigs.scheduler.host import engine_spec
 
         if lacks := rig.subject.lacks(current_platform.device_type):
             raise Blocked(lacks)
@@ -88,27 +87,8 @@ class WorkerHalf:
         self.config = config or single_rank_config(rig, role)
         if layout:
             self.config.cache_config.kv_cache_layout = layout
-        memory, cache = rig.host.spec.memory[role], self.config.cache_config
-        # tokens; vLLM wants a pool that holds one request of this length, and it is real memory
-        length = longest * cache.block_size
-        self.config.model_config.max_model_len = length
-        blocks = blocks or blocks_for(rig.geometry, cache.block_size, length) + 2
-        byte_worker.spec_of_process = ByteEngineSpec(
-            role=role,
-            geometry=rig.cell.family,
-            tensor_parallel=1,
-            block_size=cache.block_size,
-            num_blocks=blocks,
-            kv_transfer_config={},
-            environment={},
-            max_model_len=length,
-            cache_dtype=memory.dtype,
-            conv_layout=memory.conv,
-            prefix_caching=cache.enable_prefix_caching,
-            content=PACKED,
-            kernel_block=memory.kernel,
-            device=current_platform.device_type,
-        )
+        cache = self.config.cache_config
+        byte_worker.spec_of_process = spec = engine_spec(rig.host.spec, role, self.config)
         self.take_ports(port)
         meeting = Path(tempfile.gettempdir()) / f"meeting-{os.getpid()}"
         self._worker = byte_worker.ByteWorker(self.config, 0, 0, f"file://{meeting}", is_driver_worker=True)
@@ -120,14 +100,18 @@ class WorkerHalf:
                 self._worker.geometry = few_layers(rig.geometry)
             self._worker.load_model()
         meeting.unlink(missing_ok=True)
+        current_platform.update_block_size_for_backend(self.config)
         self.geometry, self.layers = self._worker.geometry, self._worker.layers
+        # tokens; vLLM wants a pool that holds one request of this length, and it is real memory
+        length = self.config.model_config.max_model_len = longest * cache.block_size
+        blocks = blocks or blocks_for(rig.geometry, cache.block_size, length) + 2
         cache.num_gpu_blocks_override = blocks
+        self._worker.spec = structs.replace(spec, max_model_len=length, num_blocks=blocks)
         specs = self._worker.get_kv_cache_spec()
         for name, spec in specs.items() if scratch else ():
             if isinstance(spec, MambaSpec):
                 specs[name] = self.layers[name].spec = replace(spec, num_speculative_blocks=scratch)
-        self.kv_config = kv_cache_config_of_rank(self.config, specs)
-        cache.num_gpu_blocks = self.kv_config.num_blocks
+        self._kv_config_of_scheduler, self.kv_config = kv_cache_configs(self.config, specs, 1)
 
     def take_ports(self, number: int) -> None:
         """Let the next start use these of the case's ports for side channels."""
@@ -191,8 +175,7 @@ class WorkerHalf:
         `first_block`: the block id below those that it may use.
         """
         self.config.scheduler_config.async_scheduling = self.rig.asynchronous
-        kv_config = generate_scheduler_kv_cache_config([self.kv_config])
-        return Side(self.rig, self.role, index, self.config, kv_config, first_block)
+        return Side(self.rig, self.role, index, self.config, self._kv_config_of_scheduler, first_block)
 
     def set_handshake_metadata(self, side: Side, when: str = "") -> None:
         """Give the scheduler half what the rank publishes. `when`: not at the start, in words."""

@@ -68,28 +68,6 @@ def describe_build() -> str:
     return f"runs on {current_platform.device_type or 'nothing here'}{lacks}"
 
 
-def get_kv_cache_configs(config: Any, specs: list[dict[str, Any]], memory: list[int]) -> list[Any]:
-    """The KVCacheConfig of each rank.
-
-    `specs`: layer -> KVCacheSpec of each rank; `memory`: bytes for each rank.
-    """
-    try:
-        from vllm.v1.core import kv_cache_planning as home
-    except ImportError:  # before 0.33
-        from vllm.v1.core import kv_cache_utils as home
-    arguments: list[Any] = [config, specs, memory]
-    if len(inspect.signature(home.get_kv_cache_configs).parameters) == 4:  # 0.33
-        arguments.append(home.get_global_kv_cache_groups(config, specs))
-    return list(home.get_kv_cache_configs(*arguments))
-
-
-def generate_scheduler_kv_cache_config(configs: list[Any]) -> Any:
-    """The KVCacheConfig of the scheduler, from those of the ranks."""
-    from vllm.v1.core import kv_cache_utils
-
-    return kv_cache_utils.generate_scheduler_kv_cache_config(configs)
-
-
 def resolve_kv_cache_block_sizes(kv_config: Any, config: Any) -> tuple[int, int]:
     """(tokens of a block of the scheduler, tokens that one block hash stands for)."""
     from vllm.v1.core import kv_cache_utils

@@ -13,8 +13,6 @@ from typing import Any
 
 from model_matrix.geometries import Geometry
 from pytest_kvconform.rigs.processes.place import FOLDER_OF_NODES
-from pytest_kvconform.rigs.vllm_setup.compat import generate_scheduler_kv_cache_config, get_kv_cache_configs
-from pytest_kvconform.rigs.vllm_setup.kv_cache_specs import block_size_of
 
 DRAFT = "draft"  # folder of the draft's config.json within that of the model
 PLENTY = 1 << 44  # bytes of KV memory: the size of a pool is given in blocks instead
@@ -103,39 +101,24 @@ def engine_arguments(
 
 
 def geometry_config(
-    geometry: Geometry,
-    *,
-    block_size: int,
-    kernel_block: int,
-    conv_layout: str,
-    cache_dtype: str,
-    tensor_parallel: int,
-    more: dict[str, Any] | None = None,
-    **arguments: Any,
+    geometry: Geometry, *, conv_layout: str, more: dict[str, Any] | None = None, **arguments: Any
 ) -> Any:
     """The VllmConfig of an engine without a model, whose KV cache has the geometry of a real one.
 
-    `block_size`: tokens, as a user asks for them; `kernel_block`: tokens of a block of the attention kernels;
     `conv_layout`: "DS" or "SD", of convolution states; `more`: further fields of EngineArgs, which win;
     `arguments`: further parameters of `engine_config`.
-    The caller has called `overrides.keep_configured_limits`.
+    The caller has called `overrides.keep_configured_limits`. vLLM raises the size of blocks of models with
+    states when it has layers: Platform.update_block_size_for_backend.
     """
     os.environ["VLLM_SSM_CONV_STATE_LAYOUT"] = conv_layout
     folder = _folder_of(geometry)
     drafts = {"model": str(folder / DRAFT), **geometry.speculation} if geometry.speculation else None
-    config = engine_config(
+    return engine_config(
         str(folder),
         dtype=geometry.dtype,
-        block_size=block_size,
-        cache_dtype=cache_dtype,
-        tensor_parallel=tensor_parallel,
         more={"speculative_config": drafts} | (more or {}),
         **arguments,
     )
-    config.cache_config.block_size = block_size_of(
-        geometry, tensor_parallel, block_size, cache_dtype, kernel_block=kernel_block
-    )
-    return config
 
 
 def _folder_of(geometry: Geometry) -> Path:
@@ -154,15 +137,44 @@ def _folder_of(geometry: Geometry) -> Path:
     return folder
 
 
-def kv_cache_config_of_rank(config: Any, specs: dict[str, Any]) -> Any:
-    """The KVCacheConfig of an engine of one rank.
+class _Ranks:
+    """Workers that vLLM's engine core asks when it initializes KV caches. They have equal layers."""
 
-    `specs`: layer -> KVCacheSpec. The configuration gives the blocks.
+    def __init__(self, config: Any, specs: dict[str, Any], ranks: int):
+        self.specs, self.ranks, self.of_ranks = specs, ranks, list[Any]()
+        self.cache_config = config.cache_config
+
+    def get_kv_cache_specs(self) -> list[dict[str, Any]]:
+        return [dict(self.specs) for _ in range(self.ranks)]
+
+    def get_supported_kv_cache_layouts(self) -> list[list[str]]:
+        from vllm.v1.kv_cache_layout import KVCacheLayout
+
+        return [[layout.name for layout in KVCacheLayout]] * self.ranks
+
+    def set_kv_cache_layout(self, layout: str, *_: Any) -> None:
+        self.cache_config.kv_cache_layout = layout
+
+    def determine_available_memory(self) -> list[int]:
+        return [PLENTY] * self.ranks
+
+    def initialize_from_config(self, configs: list[Any]) -> None:
+        self.of_ranks = configs
+
+    def compile_or_warm_up_model(self) -> None:
+        """Nothing is compiled."""
+
+
+def kv_cache_configs(config: Any, specs: dict[str, Any], ranks: int) -> tuple[Any, Any]:
+    """The KVCacheConfig of the scheduler and that of a rank, made by vLLM's engine core.
+
+    `config`: the VllmConfig, which gives the number of blocks; its `cache_config` gets what the engine core
+    puts there: the layout, the sizes of blocks and of hashes, the capacity. `specs`: layer -> KVCacheSpec.
+    Source: v1/engine/core.py: EngineCore._initialize_kv_caches.
     """
-    return get_kv_cache_configs(config, [specs], [PLENTY])[0]
+    from vllm.v1.engine.core import EngineCore
 
-
-def kv_cache_config_of_scheduler(config: Any, specs: dict[str, Any], ranks: int) -> Any:
-    """The scheduler's KVCacheConfig for ranks with equal layers. The configuration gives the blocks."""
-    configs = get_kv_cache_configs(config, [dict(specs) for _ in range(ranks)], [PLENTY] * ranks)
-    return generate_scheduler_kv_cache_config(configs)
+    core: Any = object.__new__(EngineCore)
+    core.vllm_config, core.model_executor = config, _Ranks(config, specs, ranks)
+    of_scheduler = core._initialize_kv_caches(config)
+    return of_scheduler, core.model_executor.of_ranks[0]

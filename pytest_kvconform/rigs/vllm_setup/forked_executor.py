@@ -68,9 +68,7 @@ class ForkedExecutor(Executor):
             self.workers.append((pid, here))
         self.collective_rpc("init_device")
         self.collective_rpc("load_model")
-        from vllm.platforms import current_platform
-
-        current_platform.update_block_size_for_backend(self.vllm_config)
+        self.collective_rpc(_choose_block_size)
 
     def collective_rpc(
         self,
@@ -158,6 +156,13 @@ class ForkedExecutor(Executor):
         self.workers = []
         if raised:
             raise raised[0]
+
+
+def _choose_block_size(worker: Any) -> None:
+    """Choose the size of blocks in the worker's own configuration, as v1/executor/multiproc_executor.py."""
+    from vllm.platforms import current_platform
+
+    current_platform.update_block_size_for_backend(worker.vllm_config)
 
 
 def _worker_main(connection: Connection, vllm_config: Any, rank: int, init_method: str) -> None:
