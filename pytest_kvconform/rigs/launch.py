@@ -16,6 +16,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from model_matrix import UnknownName, expand, load_families, load_geometries
 from model_matrix.cells import MODELS
+from model_matrix.variants import EAGLE
 from pytest_kvconform import extras
 from pytest_kvconform.case import RIGS_OF_TIERS
 from pytest_kvconform.result import Blocked, HarnessError
@@ -125,6 +126,8 @@ def start_zygote(settings: Settings, variables: Mapping[str, str] = {}) -> Zygot
                         wanted["bytes"] |= _architectures_like(place.family)
                 else:
                     wanted["bytes"] |= load_geometries()[place.family].architectures
+                    if place.rig == "scheduler":  # some engines speculate
+                        wanted["bytes"].add(EAGLE)
     more = [SERVING_PRELOAD] if "serving" in rigs and not extras.not_installed(extras.LM_EVAL) else []
     if settings.stand_in:
         more.append(STAND_IN)

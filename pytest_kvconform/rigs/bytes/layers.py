@@ -113,6 +113,7 @@ def specs_of_layers(
             prefix_caching=spec.prefix_caching,
             max_model_len=spec.max_model_len,
             kernel_block=smallest_kernel_block({layer.backend for layer in layers.values()}),
+            drafted=config.num_speculative_tokens,
         )
     for name, layer in layers.items():
         layer.spec = specs[name]

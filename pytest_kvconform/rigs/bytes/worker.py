@@ -20,7 +20,6 @@ from vllm.distributed.kv_transfer.kv_transfer_state import (
 )
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.utils.torch_utils import set_random_seed
-from vllm.v1.attention.backends.utils import record_kv_cache_layout
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
@@ -40,6 +39,7 @@ from pytest_kvconform.rigs.bytes.pool_memory import poison, pools_of
 from pytest_kvconform.rigs.bytes.specs import geometry_of
 from pytest_kvconform.rigs.vllm_setup import overrides
 from pytest_kvconform.rigs.vllm_setup.compat import post_forward, select_common_block_size
+from pytest_kvconform.rigs.vllm_setup.engine_config import adopt_kv_cache_config
 from pytest_kvconform.rigs.vllm_setup.kv_cache_specs import window_of, zeroed_layers
 
 WARM_UP_S = 0.01  # vLLM's takes seconds
@@ -74,17 +74,8 @@ class ByteWorker(WorkerBase):
         return PLENTY
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
-        """Make the connector, then the KV cache, then register it, as vLLM's workers do.
-
-        What vLLM sets in the configuration before, it sets here, too: v1/worker/gpu_worker.py,
-        initialize_from_config.
-        """
-        self.cache_config.num_gpu_blocks = kv_cache_config.num_blocks
-        if kv_cache_config.kv_cache_layout is not None:
-            record_kv_cache_layout(self.cache_config, kv_cache_config.kv_cache_layout)
-        for name in ("hash_block_size", "cache_hit_alignment_tokens"):
-            if hasattr(kv_cache_config, name):  # since 0.32
-                setattr(self.cache_config, name, getattr(kv_cache_config, name))
+        """Make the connector, then the KV cache, then register it, as vLLM's workers do."""
+        adopt_kv_cache_config(self.cache_config, kv_cache_config)
         ensure_kv_transfer_initialized(self.vllm_config, kv_cache_config)
         layout = KVCacheLayout[self.cache_config.get_resolved_kv_cache_layout().name]
         engine = int(self.spec.role != "P")

@@ -126,7 +126,7 @@ class Host:
         self.hook = RunningHook()
         self._configs: dict[tuple[str, bool], Any] = {}
         self._specs: dict[tuple[str, bool], dict[str, Any]] = {}
-        self._kv_configs: dict[tuple[str, bool, int], Any] = {}
+        self._kv_configs: dict[tuple[str, bool, int], tuple[Any, Any, Any]] = {}
         self._spare: tuple[int, Connection] | None = None  # a child that waits for the next case
         self._killed: list[int] = []  # children that are still to be reaped
         self._leaving: list[tuple[int, Deadline]] = []  # children that shut their worker half down
@@ -159,14 +159,32 @@ class Host:
         config.scheduler_config = copy.copy(config.scheduler_config)
         config.parallel_config = copy.copy(config.parallel_config)
         config.scheduler_config.max_num_seqs = max_seqs
+        config.kv_transfer_config = KVTransferConfig(**self.transfer(role, policy, extra))
+        return config
+
+    def transfer(
+        self, role: str, policy: str = "fail", extra: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """The fields of a KVTransferConfig of this case. `extra`: further keys of its extra config."""
         ours = self.spec.folder  # each case has a folder of its own
         fields = with_folder(self.spec.transfer[role], ours, f"{ours}-{os.getpid()}")
         fields |= {"kv_load_failure_policy": policy}
         more = fields.get("kv_connector_extra_config", {}) | dict(extra or {})
-        config.kv_transfer_config = KVTransferConfig(
-            **fields | ({"kv_connector_extra_config": more} if more else {})
-        )
-        return config
+        return fields | ({"kv_connector_extra_config": more} if more else {})
+
+    def single_rank_config(
+        self,
+        role: str,
+        geometry: Geometry | None = None,
+        transfer: dict[str, Any] | None = None,
+        max_seqs: int = 16,
+    ) -> Any:
+        """A VllmConfig of one rank. `geometry`: None: that of the cell. `transfer`: fields of its
+        KVTransferConfig; None: those of this case.
+        """
+        geometry = geometry or load_geometries()[self.spec.cell.family]
+        transfer = transfer or self.transfer(role)
+        return configuration(geometry, self.spec.memory[role], 1, transfer, True, max_seqs)
 
     def kv_config(self, role: str, config: Any, num_blocks: int) -> Any:
         """The KVCacheConfig of a scheduler with so many blocks, the null block included.
@@ -177,14 +195,13 @@ class Host:
         config.cache_config.num_gpu_blocks_override = num_blocks
         key = role, prefix_caching, num_blocks
         if key not in self._kv_configs:
-            # vLLM wants a pool that holds the longest request; a case may want one that does not.
-            short = copy.copy(config)
-            short.cache_config = copy.copy(config.cache_config)
-            short.model_config = copy.copy(config.model_config)
-            short.model_config.max_model_len = 1
-            specs = self._specs[role, prefix_caching]
-            self._kv_configs[key] = kv_cache_configs(short, specs, tp)[0], short.cache_config
-        kv_config, cache_config = self._kv_configs[key]
+            fitted = copy.copy(config)
+            fitted.cache_config = copy.copy(config.cache_config)
+            fitted.model_config = copy.copy(config.model_config)
+            fitted.model_config.original_max_model_len = -1  # vLLM: as many tokens as the pool holds
+            made = kv_cache_configs(fitted, self._specs[role, prefix_caching], tp)[0]
+            self._kv_configs[key] = made, fitted.cache_config, fitted.model_config
+        kv_config, cache_config, config.model_config = self._kv_configs[key]
         config.cache_config = copy.copy(cache_config)
         return kv_config
 
@@ -311,23 +328,28 @@ class Host:
 
 
 def configuration(
-    geometry: Geometry, memory: Memory, tp: int, transfer: dict[str, Any], prefix_caching: bool
+    geometry: Geometry,
+    memory: Memory,
+    tp: int,
+    transfer: dict[str, Any],
+    prefix_caching: bool,
+    max_seqs: int = 16,
 ) -> Any:
     """vLLM's configuration of one engine, as an engine of the byte rig has it (see bytes/process.py)."""
-    if memory.layout:
-        os.environ["VLLM_KV_CACHE_LAYOUT"] = memory.layout
-    return geometry_config(
+    config = geometry_config(
         geometry,
         block_size=memory.block,
         conv_layout=memory.conv,
         cache_dtype=memory.dtype,
         max_model_len=LONGEST,
         max_batched_tokens=LONGEST,
-        max_seqs=16,
+        max_seqs=max_seqs,
         tensor_parallel=tp,
         kv_transfer=transfer,
         prefix_caching=prefix_caching,
     )
+    config.cache_config.kv_cache_layout = memory.layout or None  # vLLM chooses one if none is there
+    return config
 
 
 def engine_spec(spec: HostSpec, role: str, config: Any) -> ByteEngineSpec:

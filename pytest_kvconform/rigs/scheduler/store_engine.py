@@ -26,12 +26,12 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.kv_cache_interface import MambaSpec
 
+from model_matrix.variants import few_layers
 from pytest_kvconform.rigs.bytes.layers import metadata
 from pytest_kvconform.rigs.context import declared_addition
 from pytest_kvconform.rigs.processes.cores import Deadline
-from pytest_kvconform.rigs.scheduler.live.config import with_few_layers
 from pytest_kvconform.rigs.scheduler.rig import BLOCK, BLOCKS, Rig, Side, first_block, longer
-from pytest_kvconform.rigs.scheduler.worker_half import WorkerHalf, single_rank_config
+from pytest_kvconform.rigs.scheduler.worker_half import WorkerHalf
 from pytest_kvconform.rigs.vllm_setup.compat import pre_forward
 
 LONGEST = 8  # blocks of a request, beyond what its connector's declaration adds to every prompt
@@ -54,8 +54,9 @@ def start_engine_with_worker(
     request, and all layers.
     """
     longest = LONGEST + declared_addition(rig.subject, BLOCK) // BLOCK
-    config = with_few_layers(copy.copy(single_rank_config(rig, role)), rig.geometry) if blocks else None
-    half = WorkerHalf(rig, role, port=port, longest=longest, config=config, blocks=blocks, few=bool(blocks))
+    geometry = few_layers(rig.geometry) if blocks else rig.geometry
+    config = rig.host.single_rank_config(role, geometry)
+    half = WorkerHalf(rig, role, port=port, longest=longest, config=config, blocks=blocks, geometry=geometry)
     half.construct()
     if durations is not None:
         half.time_hooks(durations)

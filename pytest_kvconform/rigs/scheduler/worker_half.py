@@ -17,7 +17,6 @@ import contextlib
 import os
 import tempfile
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +31,7 @@ from pytest_kvconform.rigs.processes.linux import listening_sockets, threads
 from pytest_kvconform.rigs.scheduler.recorder import Recorder
 from pytest_kvconform.rigs.scheduler.rig import Side
 from pytest_kvconform.rigs.vllm_setup.classes import has_hook
-from pytest_kvconform.rigs.vllm_setup.engine_config import kv_cache_configs
+from pytest_kvconform.rigs.vllm_setup.engine_config import adopt_kv_cache_config, kv_cache_configs
 from pytest_kvconform.rigs.vllm_setup.hooks import BOTH, WORKER, calls_of
 
 if TYPE_CHECKING:
@@ -59,19 +58,16 @@ class WorkerHalf:
         longest: int = 1,
         config: Any = None,
         blocks: int = 0,
-        few: bool = False,
-        scratch: int = 0,
+        geometry: Geometry | None = None,
     ):
         """`layout`: name of the KVCacheLayout that vLLM resolved; "": the cell's.
         `port`: number of the side channel's port, see `scheduler.bench.PORTS`.
         `longest`: blocks of the longest request.
         `config`: a VllmConfig of one rank; None: made here. `blocks`: of the pool, 0: enough for one request.
-        `few`: only the first layers of the model, see `few_layers`.
-        `scratch`: num_speculative_blocks of states.
+        `geometry`: of the configuration; None: that of the cell.
         """
         from vllm.config import set_current_vllm_config
         from vllm.platforms import current_platform
-        from vllm.v1.kv_cache_interface import MambaSpec
 
         from pytest_kvconform.rigs.bytes import worker as byte_worker
         from pytest_kvconform.rigs.bytes.specs import blocks_for
@@ -84,9 +80,9 @@ class WorkerHalf:
         self.connector: Any = None
         self.active: Any = None
         self.threads: frozenset[str] = frozenset()
-        self.config = config or single_rank_config(rig, role)
+        self.config = config or rig.host.single_rank_config(role)
         if layout:
-            self.config.cache_config.kv_cache_layout = layout
+            os.environ["VLLM_KV_CACHE_LAYOUT"] = layout
         cache = self.config.cache_config
         byte_worker.spec_of_process = spec = engine_spec(rig.host.spec, role, self.config)
         self.take_ports(port)
@@ -96,8 +92,7 @@ class WorkerHalf:
             rig.host.note_running_hook(DEVICE)
             self._worker.init_device()
             rig.host.note_running_hook("")
-            if few:
-                self._worker.geometry = few_layers(rig.geometry)
+            self._worker.geometry = geometry or rig.geometry
             self._worker.load_model()
         meeting.unlink(missing_ok=True)
         current_platform.update_block_size_for_backend(self.config)
@@ -108,10 +103,8 @@ class WorkerHalf:
         cache.num_gpu_blocks_override = blocks
         self._worker.spec = structs.replace(spec, max_model_len=length, num_blocks=blocks)
         specs = self._worker.get_kv_cache_spec()
-        for name, spec in specs.items() if scratch else ():
-            if isinstance(spec, MambaSpec):
-                specs[name] = self.layers[name].spec = replace(spec, num_speculative_blocks=scratch)
         self._kv_config_of_scheduler, self.kv_config = kv_cache_configs(self.config, specs, 1)
+        adopt_kv_cache_config(cache, self.kv_config)
 
     def take_ports(self, number: int) -> None:
         """Let the next start use these of the case's ports for side channels."""
@@ -250,22 +243,3 @@ def _timed(hook: Any, durations: list[float]) -> Any:
             durations.append(time.perf_counter() - started - (own_core_wait() - waited))
 
     return call
-
-
-def few_layers(geometry: Geometry) -> Geometry:
-    """A geometry with the first layers of a model: the first run of kinds once, or two layers of one kind."""
-    run = geometry.layers[0]
-    return structs.replace(geometry, layers=(structs.replace(run, times=2 if len(run.kinds) == 1 else 1),))
-
-
-def single_rank_config(rig: Rig, role: str) -> Any:
-    """A VllmConfig of one rank: the host's, or one made now where the cell has more ranks."""
-    from pytest_kvconform.rigs.scheduler.host import configuration
-
-    host = rig.host
-    config = host.vllm_config(role)
-    if host.spec.tensor_parallel[role] == 1:
-        return config
-    alone = configuration(rig.geometry, host.spec.memory[role], 1, host.spec.transfer[role], True)
-    alone.kv_transfer_config = config.kv_transfer_config
-    return alone

@@ -31,3 +31,7 @@ The way of one hand-over through this room:
 This room imports `rigs/processes`, `model_matrix`, vLLM, torch and NIXL. vLLM, torch and NIXL are imported
 inside functions, except in `forked_executor`, which only engines import.
 """
+
+from pathlib import Path
+
+DIFFERENCES = Path(__file__).with_name("differences.toml")  # from what vLLM builds of a model, with reasons

@@ -112,7 +112,9 @@ def geometry_config(
     """
     os.environ["VLLM_SSM_CONV_STATE_LAYOUT"] = conv_layout
     folder = _folder_of(geometry)
-    drafts = {"model": str(folder / DRAFT), **geometry.speculation} if geometry.speculation else None
+    drafts = dict(geometry.speculation) if geometry.speculation else None
+    if drafts and geometry.draft_config:
+        drafts["model"] = str(folder / DRAFT)
     return engine_config(
         str(folder),
         dtype=geometry.dtype,
@@ -164,6 +166,9 @@ class _Ranks:
     def compile_or_warm_up_model(self) -> None:
         """Nothing is compiled."""
 
+    def collective_rpc(self, *_: Any) -> None:
+        """No worker is told that the longest request is shorter now."""
+
 
 def kv_cache_configs(config: Any, specs: dict[str, Any], ranks: int) -> tuple[Any, Any]:
     """The KVCacheConfig of the scheduler and that of a rank, made by vLLM's engine core.
@@ -178,3 +183,17 @@ def kv_cache_configs(config: Any, specs: dict[str, Any], ranks: int) -> tuple[An
     core.vllm_config, core.model_executor = config, _Ranks(config, specs, ranks)
     of_scheduler = core._initialize_kv_caches(config)
     return of_scheduler, core.model_executor.of_ranks[0]
+
+
+def adopt_kv_cache_config(cache_config: Any, kv_cache_config: Any) -> None:
+    """Put into a worker's CacheConfig what vLLM puts there before the worker half is built: the number of
+    blocks, the layout and the sizes of hashes. Source: v1/worker/gpu_worker.py: initialize_from_config.
+    """
+    from vllm.v1.attention.backends.utils import record_kv_cache_layout
+
+    cache_config.num_gpu_blocks = kv_cache_config.num_blocks
+    if kv_cache_config.kv_cache_layout is not None:
+        record_kv_cache_layout(cache_config, kv_cache_config.kv_cache_layout)
+    for name in ("hash_block_size", "cache_hit_alignment_tokens"):
+        if hasattr(kv_cache_config, name):  # since 0.32
+            setattr(cache_config, name, getattr(kv_cache_config, name))

@@ -150,12 +150,14 @@ def layer_specs(
     prefix_caching: bool = True,
     max_model_len: int = 4096,
     kernel_block: int = KERNEL_BLOCK,
+    drafted: int = 0,
 ) -> dict[str, Any]:
     """Layer name -> KVCacheSpec of one rank, in the order of the model, the draft's layers last.
 
     `block_size`: tokens, what `block_size_of` gives; `cache_dtype`: the engine option kv_cache_dtype;
     `max_model_len`: tokens, which matter to states without prefix caching only. Without prefix caching a
-    request keeps one state, with it one state at the end of every block. Raises ValueError if the topology is
+    request keeps one state, with it one state at the end of every block. `drafted`: tokens that a draft
+    proposes, each with a block for the state after it. Raises ValueError if the topology is
     impossible, or if a state does not fit into a block.
     """
     _check(geometry, tp)
@@ -163,9 +165,8 @@ def layer_specs(
     for word, kind in geometry.kinds.items():
         if isinstance(kind, State):
             page = block_size * _bytes_per_token(_main_attention(geometry), geometry, tp, cache_dtype)
-            specs[word] = _state_spec(
-                geometry, kind, tp, block_size if prefix_caching else max_model_len, page, prefix_caching
-            )
+            size = block_size if prefix_caching else max_model_len
+            specs[word] = _state_spec(geometry, kind, tp, size, page, prefix_caching, drafted)
         else:
             specs[word] = _attention_spec(kind, geometry, tp, block_size, cache_dtype, kernel_block)
     return {layer.name: specs[layer.word] for layer in expand_layers(geometry)}
@@ -257,7 +258,13 @@ def _attention_spec(
 
 
 def _state_spec(
-    geometry: Geometry, kind: State, tp: int, block_size: int, page: int, prefix_caching: bool
+    geometry: Geometry,
+    kind: State,
+    tp: int,
+    block_size: int,
+    page: int,
+    prefix_caching: bool,
+    drafted: int,
 ) -> Any:
     """`page`: bytes of a block of attention, up to which the state is padded."""
     from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator
@@ -286,6 +293,7 @@ def _state_spec(
         page_size_padded=page if page > needed else None,
         mamba_type=MambaAttentionBackendEnum.GDN_ATTN,  # KDA uses it too
         mamba_cache_mode="align" if prefix_caching else "none",
+        num_speculative_blocks=drafted,
     )
 
 

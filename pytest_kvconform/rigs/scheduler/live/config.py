@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import os
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -11,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from model_matrix.geometries import Geometry, expand_layers
+from model_matrix.geometries import Geometry
+from model_matrix.variants import few_layers, speculating
 from pytest_kvconform.rigs.bytes.specs import over_tcp
-from pytest_kvconform.rigs.scheduler.worker_half import few_layers, single_rank_config
 
 if TYPE_CHECKING:
     from pytest_kvconform.rigs.scheduler.rig import Rig
 
+PROPOSED = 5  # tokens of a draft
 SEQUENCES = 64  # requests that may run at once
 
 
@@ -32,8 +31,8 @@ class LiveSpec:
     longest: int = 8  # blocks of a request
     first_block: int = 0  # the block id below those that it may use
     both: bool = False  # kv_role is kv_both
-    speculates: int = 0  # tokens that a draft model proposes; 0: no speculation
-    finalize_late: bool = False  # wait_for_save after the results, as with a drafter
+    # how it speculates: "eagle3", with a draft model whose layer has KV, or "ngram", without; "": not at all
+    method: str = ""
     policy: str = "fail"  # kv_load_failure_policy
     data_parallel_rank: int = 0
     data_parallel_size: int = 1
@@ -51,30 +50,20 @@ def read_with_help() -> None:
 
 
 def live_config(rig: Rig, spec: LiveSpec) -> Any:
-    """A VllmConfig of one rank. What belongs to a case is the same for every process that it forks."""
-    config = single_rank_config(rig, spec.role)
-    config.scheduler_config = copy.copy(config.scheduler_config)
-    config.scheduler_config.max_num_seqs = SEQUENCES
-    config.kv_transfer_config.kv_load_failure_policy = spec.policy
-    if spec.both:
-        config.kv_transfer_config.kv_role = "kv_both"
-    if spec.speculates:
-        config.speculative_config = _draft_model(spec.speculates)
-    return with_few_layers(config, rig.geometry)
+    """A VllmConfig of one rank, of the geometry that `live_geometry` gives."""
+    host, role = rig.host, {"kv_role": "kv_both"} if spec.both else {}
+    return host.single_rank_config(
+        spec.role,
+        live_geometry(rig.geometry, spec),
+        host.transfer(spec.role, spec.policy) | role,
+        max_seqs=SEQUENCES,
+    )
 
 
-def with_few_layers(config: Any, geometry: Geometry) -> Any:
-    """Let the model of a configuration have no more layers than `few_layers` leaves."""
-    count = len(expand_layers(few_layers(geometry))) - len(_draft(geometry))
-    config.model_config = model = copy.copy(config.model_config)
-    model.hf_config = copy.deepcopy(model.hf_config)
-    model.hf_text_config = model.hf_config.get_text_config()
-    model.hf_text_config.num_hidden_layers = count
-    if kinds := getattr(model.hf_text_config, "layer_types", None):
-        model.hf_text_config.layer_types = kinds[:count]
-    model.model_arch_config = copy.copy(model.model_arch_config)
-    model.model_arch_config.total_num_hidden_layers = count
-    return config
+def live_geometry(geometry: Geometry, spec: LiveSpec) -> Geometry:
+    """The first layers of a model, and how the engine speculates."""
+    few = few_layers(geometry)
+    return speculating(few, spec.method, PROPOSED) if spec.method else few
 
 
 def for_rank(config: Any, spec: LiveSpec) -> None:
@@ -99,24 +88,3 @@ def forward_context(metadata: Any, config: Any, output: Any) -> AbstractContextM
     tokens = output.total_num_scheduled_tokens
     of_ranks = torch.full((config.parallel_config.data_parallel_size,), tokens, dtype=torch.int32)
     return set_forward_context(metadata, config, tokens, of_ranks)
-
-
-def _draft(geometry: Geometry) -> list[Any]:
-    return [layer for layer in expand_layers(geometry) if layer.draft]
-
-
-def _draft_model(tokens: int) -> Any:
-    """A SpeculativeConfig of a draft model that is not there: the scheduler reads its numbers alone."""
-    from vllm.config import SpeculativeConfig
-
-    made = object.__new__(SpeculativeConfig)
-    for field in dataclasses.fields(SpeculativeConfig):
-        if field.default is not dataclasses.MISSING:
-            value: Any = field.default
-        elif field.default_factory is not dataclasses.MISSING:
-            value = field.default_factory()
-        else:
-            value = None
-        object.__setattr__(made, field.name, value)
-    made.method, made.num_speculative_tokens = "draft_model", tokens
-    return made

@@ -20,7 +20,12 @@ from pytest_kvconform.rigs.engine.messages import ON_D, ON_P
 from pytest_kvconform.rigs.engine.process import positions_of
 from pytest_kvconform.rigs.hook_calls import watch_local_hits
 from pytest_kvconform.rigs.scheduler.live.clocks import set_ahead
-from pytest_kvconform.rigs.scheduler.live.config import LiveSpec, for_rank, forward_context
+from pytest_kvconform.rigs.scheduler.live.config import (
+    LiveSpec,
+    for_rank,
+    forward_context,
+    live_geometry,
+)
 from pytest_kvconform.rigs.scheduler.live.memory import WordMemory
 from pytest_kvconform.rigs.scheduler.live.reports import Reports
 from pytest_kvconform.rigs.scheduler.live.sizes import sizes_of, sizes_of_process
@@ -51,8 +56,7 @@ class LiveEngine:
             longest=spec.longest + more,
             config=config,
             blocks=spec.first_block + spec.blocks * (2 + more) // 2,
-            few=True,
-            scratch=spec.speculates,
+            geometry=live_geometry(rig.geometry, spec),
         )
         for_rank(config, spec)
         half.construct()
@@ -243,7 +247,7 @@ class LiveEngine:
 
     def _work(self, output: Any) -> Any:
         """One step of the worker: vLLM's order of the hooks around the words. Returns KVConnectorOutput."""
-        call, active, drafter = self.half.recorder.call, self.half.active, self.spec.finalize_late
+        call, active, drafter = self.half.recorder.call, self.half.active, bool(self.spec.method)
         if output.new_block_ids_to_zero:
             self.memory.zero(np.array(output.new_block_ids_to_zero))
         if output.kv_cache_block_copies:

@@ -22,7 +22,7 @@ from pytest_kvconform.case_outcome import CaseEnd, end_of, error_of
 from pytest_kvconform.result import HarnessError
 from pytest_kvconform.rigs.processes.linux import die_with_parent
 from pytest_kvconform.rigs.scheduler.live import ends
-from pytest_kvconform.rigs.scheduler.worker_half import WorkerHalf, single_rank_config
+from pytest_kvconform.rigs.scheduler.worker_half import WorkerHalf
 
 if TYPE_CHECKING:
     from pytest_kvconform.rigs.scheduler.rig import Rig
@@ -102,7 +102,7 @@ def _work(rig: Rig, line: Connection, role: str, transfer: Any, model: Any, port
     rig.host.hook.judge(os.getpid(), f"the process of {role}'s worker half")
     failed = None
     try:
-        config = single_rank_config(rig, role)
+        config = rig.host.single_rank_config(role)
         config.kv_transfer_config, config.model_config = transfer, model
         half = WorkerHalf(rig, role, config=config, port=port)
         half.construct()

@@ -17,12 +17,12 @@ from pytest_kvconform.suite.protocol.stress._live import (
     with_states,
 )
 
-PROPOSED = 5  # tokens of a draft
 NEAR = (-7, -3, 0)  # tokens from the end of the third block: slots of the draft need a block more, or not
 
 
 def _sides(cell: Cell, matrix: str) -> tuple[str, ...]:
-    return first_alone(cell, matrix, "PD", "P", "D")
+    """The engines that speculate. States of an engine that does have another shape."""
+    return first_alone(cell, matrix, "PD", *(() if with_states(cell) else "PD"))
 
 
 @case(
@@ -38,9 +38,10 @@ def kv_arrives_beside_slots_of_drafts(rig: Rig, sides: str) -> Evidence:
     from pytest_kvconform.rigs.scheduler.live.config import LiveSpec
     from pytest_kvconform.rigs.scheduler.live.pair import live_engines
 
-    drafts = [role in sides for role in "PD"]
-    p = LiveSpec("P", blocks=48, speculates=PROPOSED * drafts[0], finalize_late=drafts[0])
-    d = LiveSpec("D", engine=1, port=1, blocks=48, speculates=PROPOSED * drafts[1], finalize_late=drafts[1])
+    # P has no KV for a draft model of D alone
+    methods = {"PD": ("eagle3", "eagle3"), "P": ("eagle3", ""), "D": ("", "ngram")}[sides]
+    p = LiveSpec("P", blocks=48, method=methods[0])
+    d = LiveSpec("D", engine=1, port=1, blocks=48, method=methods[1])
     with live_engines(rig, p, d) as live:
         block = live.d.side.block_size
         near = NEAR if plain(rig.cell) else NEAR[1:2]
@@ -57,8 +58,8 @@ def wait_for_save_may_come_after_the_results(rig: Rig, variant: None) -> Evidenc
     from pytest_kvconform.rigs.scheduler.live.config import LiveSpec
     from pytest_kvconform.rigs.scheduler.live.pair import live_engines
 
-    p = LiveSpec("P", speculates=PROPOSED, finalize_late=True)
-    d = LiveSpec("D", engine=1, port=1, speculates=PROPOSED, finalize_late=True)
+    p = LiveSpec("P", method="eagle3")
+    d = LiveSpec("D", engine=1, port=1, method="eagle3")
     with live_engines(rig, p, d) as live:
         block = rig.host.spec.memory["P"].block
         prompts = prompts_of(live, [3 * block + 5] * 2)
