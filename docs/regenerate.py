@@ -23,6 +23,7 @@ from registered_results import registered_results
 from model_matrix import load_families, load_geometries, load_real_checkpoints
 from model_matrix.geometries import Layer, Mla, SlidingWindow, State, expand_layers
 from pytest_kvconform import features, plan, rules
+from pytest_kvconform.rigs.vllm_setup import DIFFERENCES
 from pytest_kvconform.rigs.vllm_setup.hooks import HOOKS, Hook
 from pytest_kvconform.rules import clauses
 from pytest_kvconform.rules.levels import LEVELS
@@ -42,6 +43,7 @@ PAGES = {
     "hazards": "evidence.md",
     "settings": "authors.md",
     "features": "authors.md",
+    "differences": "authors.md",
     "nightly": "operators.md",
     "registry": "registry.md",
     **dict.fromkeys(FAILURES, "failures.md"),
@@ -246,6 +248,16 @@ def features_table() -> str:
     return _table(("feature", "level", "", "a case needs it that has, or checks"), rows)
 
 
+def differences_table() -> str:
+    """One row for each argument of vLLM that rigs give, then one for each kind of field that differs."""
+    listed = tomllib.loads(DIFFERENCES.read_text(encoding="utf-8"))
+    rows = [(f"argument `{name}`", "", one["why"]) for name, one in listed["arguments"].items()]
+    for one in listed["fields"]:
+        paths = (path.replace("[[]", "[") for path in one["paths"])
+        rows.append((", ".join(f"`{path}`" for path in paths), ", ".join(one.get("rigs", ())), one["why"]))
+    return _table(("what differs", "where alone", "why"), rows)
+
+
 def nightly_table() -> str:
     """One row for each real checkpoint: cells with the GPUs they need, and the published score."""
     rows = []
@@ -270,6 +282,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "hazards": hazards_table,
     "settings": settings_table,
     "features": features_table,
+    "differences": differences_table,
     "nightly": nightly_table,
     "registry": lambda: registered_results(_table),
     **FAILURES,

@@ -16,15 +16,16 @@ from typing import Any
 import msgspec
 
 from model_matrix import load_families, load_geometries
-from model_matrix.geometries import Geometry
+from model_matrix.geometries import Geometry, Mla, State
 from model_matrix.variants import few_layers, speculating
 from pytest_kvconform.rigs.vllm_setup import DIFFERENCES
 from pytest_kvconform.rigs.vllm_setup.engine_config import DRAFT
 
 ROOT = Path(__file__).parents[2]
 BUILD_S = 400.0
-OWN = {"engine_id": "engine", "kv_port": 1}  # what each engine has of its own: it is not compared
-BLOCK = 16  # tokens that every setup asks for
+OWN = {"engine_id": "engine", "kv_port": 1}  # what each engine has of its own
+BLOCK = 16  # tokens: what setups of models with states ask for, and the least of a kernel
+MLA64 = 64  # tokens of the kernel in the setup of models with latent attention and states
 # by frames of the process that builds the connector: the first that is found names the rig
 RIGS = {
     "rigs/scheduler/live/": "live engine",
@@ -38,6 +39,21 @@ RIGS = {
 }
 
 
+@dataclass(frozen=True)
+class Difference:
+    """One field in which what a connector is handed differs."""
+
+    path: str
+    rig: str
+    model: str
+    half: str  # "SCHEDULER" or "WORKER"
+    expected: str  # what vLLM hands over; "-": nothing
+    found: str
+
+    def __str__(self) -> str:
+        return f"{self.rig}, {self.model}, {self.half}: {self.path}: {self.expected} -> {self.found}"
+
+
 class Argument(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An argument of EngineArgs that a rig gives beside the model and the cell. `field`: where it stands."""
 
@@ -46,26 +62,34 @@ class Argument(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Field(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Fields that differ from what vLLM builds. `paths`: patterns, as fnmatch has them."""
+    """Fields that differ for a reason. `paths`: patterns, as fnmatch has them. `rigs`: empty: all."""
 
     paths: tuple[str, ...]
     why: str
+    rigs: tuple[str, ...] = ()
+
+    def excuses(self, one: Difference) -> bool:
+        """Whether this is the reason for a difference."""
+        of_rig = not self.rigs or one.rig in self.rigs
+        return of_rig and any(fnmatch.fnmatchcase(one.path, pattern) for pattern in self.paths)
 
 
 class Differences(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The whole list."""
+
     arguments: dict[str, Argument]
     fields: tuple[Field, ...]
 
 
 def load_differences() -> Differences:
+    """Read the list."""
     return msgspec.toml.decode(DIFFERENCES.read_bytes(), type=Differences)
 
 
-@dataclass(frozen=True)
-class Handed:
-    """What one half of a connector was handed."""
+class Handed(msgspec.Struct, frozen=True, dict=True):
+    """What one half of a connector was handed, as recorder.py writes it."""
 
-    half: str  # "SCHEDULER" or "WORKER"
+    half: str
     built_by: tuple[str, ...]
     environment: dict[str, str]
     config: dict[str, str]
@@ -73,9 +97,10 @@ class Handed:
 
     @cached_property
     def rig(self) -> str:
+        """Which rig has built it."""
         return next(rig for room, rig in RIGS.items() if any(room in frame for frame in self.built_by))
 
-    @property
+    @cached_property
     def fields(self) -> dict[str, str]:
         """Path -> repr, of both records. Addresses of objects and folders of models are left out."""
         both = self.config | {
@@ -84,36 +109,45 @@ class Handed:
         return {path: _plain(value) for path, value in both.items()}
 
     def value(self, path: str) -> Any:
+        """What the VllmConfig has there."""
         return ast.literal_eval(self.config[path])
 
     def record(self, path: str) -> dict[str, Any]:
-        """The fields of one record within the configuration, without those of records within it."""
-        fields = {key.removeprefix(f"{path}."): key for key in self.config if key.startswith(f"{path}.")}
-        plain = {name: self.value(key) for name, key in fields.items() if "[" not in name}
-        for name, key in fields.items():
-            outer, bracket, inner = name.partition("[")
-            if bracket:
-                plain.setdefault(outer, {})[inner.rstrip("]")] = self.value(key)
-        return plain
+        """The fields of one record within the configuration, with those of its dicts."""
+        found: dict[str, Any] = {}
+        for key in (key for key in self.config if key.startswith(f"{path}.")):
+            outer, _, inner = key.removeprefix(f"{path}.").partition("[")
+            if inner:
+                found.setdefault(outer, {})[inner.rstrip("]")] = self.value(key)
+            else:
+                found[outer] = self.value(key)
+        return found
 
     @property
     def model(self) -> Path:
+        """The folder of the model."""
         return Path(self.value("model_config.model"))
 
     @property
     def speculation(self) -> dict[str, Any]:
         """How the engine speculates; empty: not at all."""
         path = "speculative_config."
-        fields = ("method", "num_speculative_tokens") if f"{path}method" in self.config else ()
-        return {name: self.value(path + name) for name in fields}
+        fields = ("method", "num_speculative_tokens", "attention_backend")
+        return {name: self.value(path + name) for name in fields} if f"{path}method" in self.config else {}
 
     @property
     def first_rank(self) -> bool:
-        return bool(self.value("parallel_config.rank") == 0)
+        """Whether it is that of the first rank. Others differ by their numbers."""
+        return self.value("parallel_config.rank") == 0
+
+    @property
+    def differs_on_purpose(self) -> bool:
+        """Whether it is an engine with another model, whose KV a connector has to refuse."""
+        return "/" in self.model.name or self.model.name in ("geometry-another", "another-model")
 
 
 def read(folder: Path) -> list[Handed]:
-    """Everything that the connectors have written down."""
+    """Everything that connectors have written down."""
     return [msgspec.json.decode(path.read_bytes(), type=Handed) for path in sorted(folder.glob("*.json"))]
 
 
@@ -121,10 +155,14 @@ def engine_of(handed: Handed, place: Path) -> dict[str, Any]:
     """The engine that vLLM has to build, as expected.py reads it. `place`: for folders of models."""
     model = handed.model
     if geometry := _geometry_of(handed):
-        model, architectures, block = _folder_of(geometry, place), geometry.architectures, BLOCK
+        model, architectures = _folder_of(geometry, place), geometry.architectures
+        mla, states = (any(isinstance(one, kind) for one in geometry.kinds.values()) for kind in (Mla, State))
+        # vLLM has raised the blocks of models with states
+        block = BLOCK if states else handed.value("cache_config.block_size")
+        kernel = {"kernel": MLA64, "any_multiple": False} if mla and states else {"kernel": BLOCK}
     else:
         family = load_families()[model.name.rpartition("-")[0]]
-        architectures, block = family.architectures, family.block_size
+        architectures, block, kernel = family.architectures, family.block_size, {}
     arguments = {name: handed.value(one.field) for name, one in load_differences().arguments.items()}
     arguments |= {
         "block_size": block,
@@ -135,20 +173,20 @@ def engine_of(handed: Handed, place: Path) -> dict[str, Any]:
         "dtype": handed.config["model_config.dtype"].removeprefix("torch."),
         "kv_transfer_config": handed.record("kv_transfer_config") | OWN,
     }
-    if handed.speculation:
-        arguments["speculative_config"] = speculation = handed.speculation
-        if geometry is None or geometry.draft_config:
-            speculation["model"] = str(model / DRAFT)
+    if speculation := handed.speculation:
+        with_draft = geometry is None or geometry.draft_config
+        arguments["speculative_config"] = speculation | ({"model": str(model / DRAFT)} if with_draft else {})
     return {
         "model": str(model),
         "architectures": sorted(architectures),
         "arguments": arguments,
         "environment": handed.environment,
+        "stand_in": kernel,
     }
 
 
 def build(engines: list[dict[str, Any]], place: Path) -> list[dict[str, Handed]]:
-    """Let vLLM build engines. Returns for each what its connector's halves were handed."""
+    """Let vLLM build engines. Returns for each what the halves of its connector were handed."""
     (place / "engines.json").write_text(json.dumps(engines))
     child = subprocess.run(
         [sys.executable, "-m", "tests.configurations.expected", str(place)],
@@ -162,16 +200,14 @@ def build(engines: list[dict[str, Any]], place: Path) -> list[dict[str, Handed]]
     return [{one.half: one for one in read(place / str(number))} for number in range(len(engines))]
 
 
-def differing(ours: Handed, theirs: Handed) -> dict[str, tuple[str, str]]:
-    """Path -> what vLLM hands over, what the rig does; "-": nothing."""
+def differing(ours: Handed, theirs: Handed) -> list[Difference]:
+    """The fields in which they differ."""
     left, right = theirs.fields, ours.fields
-    paths = sorted(left.keys() | right.keys())
-    return {p: (left.get(p, "-"), right.get(p, "-")) for p in paths if left.get(p) != right.get(p)}
-
-
-def is_listed(path: str, field: Field) -> bool:
-    """Whether a field of a record is one of those that differ for a reason."""
-    return any(fnmatch.fnmatchcase(path, pattern) for pattern in field.paths)
+    return [
+        Difference(path, ours.rig, ours.model.name, ours.half, left.get(path, "-"), right.get(path, "-"))
+        for path in sorted(left.keys() | right.keys())
+        if left.get(path) != right.get(path)
+    ]
 
 
 def _geometry_of(handed: Handed) -> Geometry | None:
@@ -180,8 +216,7 @@ def _geometry_of(handed: Handed) -> Geometry | None:
     geometry = load_geometries().get(name.removesuffix("-few"))
     if geometry is None or geometry.id == name:
         return geometry
-    few = few_layers(geometry)
-    speculation = handed.speculation
+    few, speculation = few_layers(geometry), handed.speculation
     return (
         speculating(few, speculation["method"], speculation["num_speculative_tokens"]) if speculation else few
     )

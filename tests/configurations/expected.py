@@ -1,7 +1,7 @@
 # ruff: noqa: E402 - the environment and the imports must be mended before vLLM is imported
 """Start engines as vLLM does, by its own code, with a connector that writes down what it is handed.
 
-    python -m tests.configurations.expected FOLDER      FOLDER has engines.json: a list of `Engine`s as JSON
+    python -m tests.configurations.expected FOLDER      FOLDER has engines.json, see comparison.engine_of
 
 vLLM's own models are built on the meta device: they have layers, and no weights. The engine core, its
 configuration and its scheduler are vLLM's, and what the workers' configuration gets before a connector is
@@ -15,7 +15,8 @@ import copy
 import json
 import os
 import sys
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -41,10 +42,11 @@ from vllm.config import DeviceConfig, KVTransferConfig, VllmConfig, set_current_
 from vllm.distributed import parallel_state
 from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_shutdown
 from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.layers.mamba import mamba_utils
 from vllm.model_executor.models import ModelRegistry
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import set_default_torch_dtype
-from vllm.v1.attention.backend import MultipleOf
+from vllm.v1.attention.backend import AttentionBackend, MultipleOf
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.attention.backends.mla.amx_mla import AMXMLABackend
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend
@@ -53,8 +55,11 @@ from vllm.v1.engine import core
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.kv_cache_layout import KVCacheLayout
+from vllm.v1.worker.gpu import attn_utils
 from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.worker_base import WorkerBase
+
+from pytest_kvconform.rigs.vllm_setup.overrides import keep_configured_limits
 
 PLENTY = 1 << 44  # bytes
 
@@ -75,19 +80,18 @@ class MetaWorker:
             torch.device("meta"),
             set_default_torch_dtype(config.model_config.dtype),
         ):
+            layers = config.compilation_config.static_forward_context
             for model in models:
+                before = set(layers)
                 kind = ModelRegistry.resolve_model_cls(model.architecture, model_config=model)[0]
                 kind(vllm_config=config, prefix="")
+                for name in layers.keys() - before:  # as v1/worker/gpu/spec_decode/speculator.py
+                    layers[name].is_draft_layer = model is not config.model_config
         current_platform.update_block_size_for_backend(config)
 
     def get_kv_cache_spec(self) -> dict[str, Any]:
-        layers = self.vllm_config.compilation_config.static_forward_context
         with set_current_vllm_config(self.vllm_config):
-            return {
-                name: layer.get_kv_cache_spec(self.vllm_config)
-                for name, layer in layers.items()
-                if hasattr(layer, "get_kv_cache_spec")
-            }
+            return attn_utils.get_kv_cache_spec(self.vllm_config)
 
     def determine_available_memory(self) -> int:
         return PLENTY
@@ -127,15 +131,38 @@ class MetaExecutor(Executor):
     def check_health(self) -> None: ...
 
 
-def start(folder: Path, model: str, arguments: dict[str, Any], environment: dict[str, str]) -> None:
+def start(folder: Path, engine: dict[str, Any]) -> None:
     folder.mkdir()
+    arguments = engine["arguments"]
     transfer = KVTransferConfig(**arguments["kv_transfer_config"])
-    with patch.dict(os.environ, {FOLDER: str(folder), **environment}):
+    with (
+        patch.dict(os.environ, {FOLDER: str(folder), **engine["environment"]}),
+        backends_of(**engine["stand_in"]),
+    ):
+        mamba_utils.get_conv_state_layout.cache_clear()
         config = EngineArgs(
-            model=model, **arguments | {"kv_transfer_config": transfer}
+            model=engine["model"], **arguments | {"kv_transfer_config": transfer}
         ).create_engine_config()
         EngineCore(config, MetaExecutor, log_stats=False)
     ensure_kv_transfer_shutdown()
+
+
+@contextmanager
+def backends_of(kernel: int = 0, any_multiple: bool = True) -> Iterator[None]:
+    """Let attention take kernel blocks of so many tokens, or of any multiple of them, and every layout, as
+    the stand-in for the backends of GPUs does. 0: the backends of this machine as they are.
+    """
+    sizes = [MultipleOf(kernel) if any_multiple else kernel]
+    stand_in = {
+        "get_supported_kernel_block_sizes": staticmethod(lambda spec=None: sizes),
+        "supports_block_size": classmethod(AttentionBackend.supports_block_size.__func__),
+        "supported_kv_cache_layouts": classmethod(lambda kind: tuple(KVCacheLayout)),
+    }
+    with ExitStack() as stack:
+        for backend in (CPUAttentionBackend, CPUMLABackend, AMXMLABackend) if kernel else ():
+            for name, answer in stand_in.items():
+                stack.enter_context(patch.object(backend, name, answer))
+        yield
 
 
 def main() -> None:
@@ -147,18 +174,14 @@ def main() -> None:
     parallel_state.init_distributed_environment(1, 0, f"file://{place}/store", 0, "gloo")
     with set_current_vllm_config(VllmConfig(device_config=DeviceConfig("cpu"))):
         parallel_state.initialize_model_parallel(1)
-    for backend in (CPUAttentionBackend, CPUMLABackend, AMXMLABackend):  # as those of GPUs
-        backend.get_supported_kernel_block_sizes = staticmethod(lambda spec=None: [MultipleOf(16)])
-        backend.supported_kv_cache_layouts = classmethod(lambda kind: tuple(KVCacheLayout))
-    # Without AMX the platform sets blocks of 16 and no prefix caching for latent attention.
+    keep_configured_limits(everywhere=True)  # as for GPUs: limits of kernels for CPUs
     # Streams of CUDA are made by the constructor of Kimi Linear and used by its forward only.
     with (
-        patch.object(torch.cpu, "_is_amx_tile_supported", lambda: True),
         patch.object(torch.cuda, "Stream", lambda: None),
         patch.object(core, "enable_envs_cache", lambda: None),  # engines have environments of their own
     ):
         for number, engine in enumerate(engines):
-            start(place / str(number), engine["model"], engine["arguments"], engine["environment"])
+            start(place / str(number), engine)
 
 
 if __name__ == "__main__":

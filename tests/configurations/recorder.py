@@ -7,6 +7,7 @@ has no peer and moves nothing.
 from __future__ import annotations
 
 import dataclasses
+import enum
 import json
 import os
 import traceback
@@ -45,7 +46,7 @@ def flat(value: Any, path: str = "", above: tuple[int, ...] = ()) -> dict[str, s
         for index, one in enumerate(value):
             found |= flat(one, f"{path}[{index}]", inner)
     else:
-        found[path] = repr(value)
+        found[path] = repr(value.name if isinstance(value, enum.Enum) else value)
     return found
 
 

@@ -20,6 +20,7 @@ from vllm.v1.attention.backend import AttentionBackend, MultipleOf
 from vllm.v1.attention.selector import get_attn_backend, get_mamba_attn_backend
 from vllm.v1.kv_cache_interface import MambaSpec, MLAAttentionSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
+from vllm.v1.worker.gpu.attn_utils import get_kv_cache_spec
 
 from model_matrix.geometries import Geometry, Mla, State, expand_layers
 from pytest_kvconform.rigs.bytes.messages import PACKED, ByteEngineSpec
@@ -100,7 +101,8 @@ def make_layers(geometry: Geometry, spec: ByteEngineSpec, config: Any) -> dict[s
 def specs_of_layers(
     layers: dict[str, Layer], geometry: Geometry, spec: ByteEngineSpec, config: Any
 ) -> dict[str, Any]:
-    """Layer name -> KVCacheSpec of one rank. Each layer gets its own.
+    """Layer name -> KVCacheSpec of one rank, as vLLM's workers make it of what a layer and its backend say.
+    Each layer gets its own.
 
     `config`: the VllmConfig of the rank, after vLLM has chosen the size of blocks.
     """
@@ -115,6 +117,9 @@ def specs_of_layers(
             kernel_block=smallest_kernel_block({layer.backend for layer in layers.values()}),
             drafted=config.num_speculative_tokens,
         )
+        for name, layer in layers.items():
+            layer.spec = specs[name]
+        specs = get_kv_cache_spec(config)
     for name, layer in layers.items():
         layer.spec = specs[name]
     return specs

@@ -55,7 +55,11 @@ from pytest_kvconform.rigs.scheduler.violations import (
     is_in_connector,
     write_stacks,
 )
-from pytest_kvconform.rigs.vllm_setup.engine_config import geometry_config, kv_cache_configs
+from pytest_kvconform.rigs.vllm_setup.engine_config import (
+    adopt_kv_cache_config,
+    geometry_config,
+    kv_cache_configs,
+)
 from pytest_kvconform.rigs.vllm_setup.overrides import keep_configured_limits
 from pytest_kvconform.subject import Subject
 
@@ -199,7 +203,9 @@ class Host:
             fitted.cache_config = copy.copy(config.cache_config)
             fitted.model_config = copy.copy(config.model_config)
             fitted.model_config.original_max_model_len = -1  # vLLM: as many tokens as the pool holds
-            made = kv_cache_configs(fitted, self._specs[role, prefix_caching], tp)[0]
+            made, of_rank = kv_cache_configs(fitted, self._specs[role, prefix_caching], tp)
+            if tp == 1:
+                adopt_kv_cache_config(fitted.cache_config, of_rank)
             self._kv_configs[key] = made, fitted.cache_config, fitted.model_config
         kv_config, cache_config, config.model_config = self._kv_configs[key]
         config.cache_config = copy.copy(cache_config)

@@ -10,6 +10,7 @@
 | `nixl_agents` | the overrides of NIXL |
 | `optional_packages` | imports of vLLM beside packages that were built for another torch, and without CUDA |
 | `engine_config` | the one builder of vLLM's engine configuration and KV cache configurations |
+| `differences.toml` | in what these differ from what vLLM builds of a model, with the reason of each |
 | `kv_cache_specs` | vLLM's KV cache specs of a geometry, without building the model |
 | `forked_executor` | vLLM's executor for tensor parallel workers that are forked |
 | `hooks` | the one list of the connector interface's hooks, and how vLLM calls each |
@@ -34,4 +35,4 @@ inside functions, except in `forked_executor`, which only engines import.
 
 from pathlib import Path
 
-DIFFERENCES = Path(__file__).with_name("differences.toml")  # from what vLLM builds of a model, with reasons
+DIFFERENCES = Path(__file__).with_name("differences.toml")
