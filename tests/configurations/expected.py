@@ -16,7 +16,8 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,8 +34,11 @@ os.environ |= {
     "VLLM_ENABLE_GEMM_RS": "0",
 }
 
+from pytest_kvconform.rigs.vllm_setup.compat import environment_without_gpu
 from pytest_kvconform.rigs.vllm_setup.optional_packages import mend_imports
 
+with suppress(PackageNotFoundError):  # a build for CPUs has another name
+    os.environ |= environment_without_gpu(version("vllm"))
 mend_imports()
 
 import torch

@@ -89,6 +89,15 @@ def select_common_block_size(block_size: int, backends: list[Any], specs: list[A
     return int(select(block_size, backends, specs))
 
 
+def latent_shards(family: str) -> int | None:
+    """`max_tp_shards` of the specs of a family's latent attention: 1, since every rank holds all of it. The
+    layer of Kimi Linear leaves it out in 0.31 (models/kimi_k3/nvidia/mla.py; docs/findings.md).
+    """
+    import vllm
+
+    return None if family == "kimi_linear" and vllm.__version__.startswith("0.31.") else 1
+
+
 def server_options() -> Any:
     """The module with the options of vLLM's OpenAI-compatible server: make_arg_parser and their check."""
     try:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from model_matrix.geometries import Attention, Geometry, Kind, Mla, SlidingWindow, State, expand_layers
+from pytest_kvconform.rigs.vllm_setup.compat import latent_shards
 
 KERNEL_BLOCK = 32  # tokens: blocks of vLLM's attention kernels on CPU are multiples of it (CPU_ATTN, AMX_MLA)
 # tokens: blocks of a model with latent attention and states are multiples of it, on every platform
@@ -249,7 +250,10 @@ def _attention_spec(
         "kv_quant_mode": get_kv_quant_mode(cache_dtype),
     }
     if isinstance(kind, Mla):
-        return MLAAttentionSpec(block_size=block_size, max_tp_shards=1, cache_dtype_str=cache_dtype, **common)
+        shards = latent_shards(geometry.family)
+        return MLAAttentionSpec(
+            block_size=block_size, max_tp_shards=shards, cache_dtype_str=cache_dtype, **common
+        )
     if isinstance(kind, SlidingWindow):
         # A window layer takes the largest block its kernel can run within the page of the others.
         whole = max(kernel_block, block_size // kernel_block * kernel_block)
