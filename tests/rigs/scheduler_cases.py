@@ -264,11 +264,11 @@ def peer_ends(rig: Rig, method: str) -> Evidence:
 def worker_beside_ends(rig: Rig, method: str) -> Evidence:
     """A worker half beside the scheduler half, in a process of its own, hangs or ends when it starts."""
     from pytest_kvconform.rigs.scheduler.live.worker_beside import Nursery
-    from pytest_kvconform.rigs.scheduler.worker_half import WorkerHalf, single_rank_config
+    from pytest_kvconform.rigs.scheduler.worker_half import WorkerHalf
 
     WorkerHalf.construct = METHODS[method]  # type: ignore[method-assign, assignment]
     rig.nursery = Nursery(rig)
-    rig.nursery.start("P", single_rank_config(rig, "P"), 0)
+    rig.nursery.start("P", rig.host.single_rank_config("P"), 0)
     return DONE
 
 

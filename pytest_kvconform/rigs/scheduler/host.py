@@ -130,7 +130,7 @@ class Host:
         self.hook = RunningHook()
         self._configs: dict[tuple[str, bool], Any] = {}
         self._specs: dict[tuple[str, bool], dict[str, Any]] = {}
-        self._kv_configs: dict[tuple[str, bool, int], tuple[Any, Any, Any]] = {}
+        self._kv_configs: dict[tuple[str, bool, int], tuple[Any, Any, int]] = {}
         self._spare: tuple[int, Connection] | None = None  # a child that waits for the next case
         self._killed: list[int] = []  # children that are still to be reaped
         self._leaving: list[tuple[int, Deadline]] = []  # children that shut their worker half down
@@ -206,9 +206,10 @@ class Host:
             made, of_rank = kv_cache_configs(fitted, self._specs[role, prefix_caching], tp)
             if tp == 1:
                 adopt_kv_cache_config(fitted.cache_config, of_rank)
-            self._kv_configs[key] = made, fitted.cache_config, fitted.model_config
-        kv_config, cache_config, config.model_config = self._kv_configs[key]
-        config.cache_config = copy.copy(cache_config)
+            self._kv_configs[key] = made, fitted.cache_config, fitted.model_config.max_model_len
+        kv_config, cache_config, max_model_len = self._kv_configs[key]
+        config.cache_config, config.model_config = copy.copy(cache_config), copy.copy(config.model_config)
+        config.model_config.max_model_len = max_model_len
         return kv_config
 
     def hash_function(self) -> Any:

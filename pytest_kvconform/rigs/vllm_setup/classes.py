@@ -18,7 +18,6 @@ _CLASSES = {
     "KVConnectorStats": f"{_V1}.metrics",
     "KVCacheEvent": "vllm.distributed.kv_events",
     "CacheHitSource": "vllm.v1.metrics.cache_hit_source",
-    "KVCacheLayout": "vllm.v1.kv_cache_layout",
 }
 
 

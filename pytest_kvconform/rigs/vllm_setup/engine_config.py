@@ -15,6 +15,7 @@ from model_matrix.geometries import Geometry
 from pytest_kvconform.rigs.processes.place import FOLDER_OF_NODES
 
 DRAFT = "draft"  # folder of the draft's config.json within that of the model
+LAYOUT_ALIASES = ("NHD", "HND")  # older names for two layouts
 PLENTY = 1 << 44  # bytes of KV memory: the size of a pool is given in blocks instead
 
 
@@ -139,6 +140,20 @@ def _folder_of(geometry: Geometry) -> Path:
     return folder
 
 
+def layout_names() -> list[str]:
+    """Names of vLLM's KV cache layouts."""
+    from vllm.v1.kv_cache_layout import KVCacheLayout
+
+    return [layout.name for layout in KVCacheLayout]
+
+
+def _asks_for_known_layout(config: Any) -> bool:
+    """Whether vLLM knows the KV cache layout that the connector of a VllmConfig asks for, if it does."""
+    from vllm.distributed.kv_transfer.kv_connector.utils import get_kv_connector_cache_layout
+
+    return get_kv_connector_cache_layout(config) in (None, *layout_names(), *LAYOUT_ALIASES)
+
+
 class _Ranks:
     """Workers that vLLM's engine core asks when it initializes KV caches. They have equal layers."""
 
@@ -150,9 +165,7 @@ class _Ranks:
         return [dict(self.specs) for _ in range(self.ranks)]
 
     def get_supported_kv_cache_layouts(self) -> list[list[str]]:
-        from vllm.v1.kv_cache_layout import KVCacheLayout
-
-        return [[layout.name for layout in KVCacheLayout]] * self.ranks
+        return [layout_names()] * self.ranks
 
     def set_kv_cache_layout(self, layout: str, *_: Any) -> None:
         self.cache_config.kv_cache_layout = layout
@@ -175,10 +188,16 @@ def kv_cache_configs(config: Any, specs: dict[str, Any], ranks: int) -> tuple[An
 
     `config`: the VllmConfig, which gives the number of blocks; its `cache_config` gets what the engine core
     puts there: the layout, the sizes of blocks and of hashes, the capacity. `specs`: layer -> KVCacheSpec.
+    The engine core starts with no layout that it does not know; here it gets another, and the case of
+    KV-LAYOUT-001 looks at what the connector asks for.
     Source: v1/engine/core.py: EngineCore._initialize_kv_caches.
     """
+    import vllm.envs
     from vllm.v1.engine.core import EngineCore
 
+    cache = config.cache_config
+    if not (cache.kv_cache_layout or vllm.envs.VLLM_KV_CACHE_LAYOUT or _asks_for_known_layout(config)):
+        cache.kv_cache_layout = layout_names()[0]
     core: Any = object.__new__(EngineCore)
     core.vllm_config, core.model_executor = config, _Ranks(config, specs, ranks)
     of_scheduler = core._initialize_kv_caches(config)

@@ -14,11 +14,11 @@ from pytest_kvconform.rigs.scheduler.connector_class import call_class_hook
 from pytest_kvconform.rigs.scheduler.rig import Rig, Side
 from pytest_kvconform.rigs.vllm_setup.answers import why_no_truth
 from pytest_kvconform.rigs.vllm_setup.classes import class_named, has_hook
+from pytest_kvconform.rigs.vllm_setup.engine_config import LAYOUT_ALIASES, layout_names
 from pytest_kvconform.suite.interface._cells import once
 
 DELIVERY = "requires_kv_delivery"
 PUSH_S = 2.0  # seconds in which pending push work ends when no request is left; times --kv-timeout-scale
-ALIASES = ("NHD", "HND")  # vLLM's older names for two layouts
 
 
 @case("KV-LAYOUT-001", rig="scheduler")
@@ -27,7 +27,7 @@ def get_required_kvcache_layout_names_a_layout(rig: Rig, _: None) -> Evidence:
 
     It returns the same each time, also before a model is loaded.
     """
-    names = [*(layout.name for layout in class_named("KVCacheLayout")), *ALIASES]
+    names = [*layout_names(), *LAYOUT_ALIASES]
     answers = [
         call_class_hook(rig, "get_required_kvcache_layout", rig.host.vllm_config(role)) for role in "PDPD"
     ]
