@@ -13,6 +13,7 @@ import torch
 
 from model_matrix.geometries import Geometry, expand_layers
 from pytest_kvconform.rigs.bytes.specs import over_tcp
+from pytest_kvconform.rigs.scheduler.fake_connector import with_fake_connector
 from pytest_kvconform.rigs.scheduler.worker_half import few_layers, single_rank_config
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ class LiveSpec:
     speculates: int = 0  # tokens that a draft model proposes; 0: no speculation
     finalize_late: bool = False  # wait_for_save after the results, as with a drafter
     policy: str = "fail"  # kv_load_failure_policy
+    fake: str = ""  # "first", "last": where a fake connector is beside the subject in MultiConnector
     data_parallel_rank: int = 0
     data_parallel_size: int = 1
 
@@ -58,6 +60,8 @@ def live_config(rig: Rig, spec: LiveSpec) -> Any:
     config.kv_transfer_config.kv_load_failure_policy = spec.policy
     if spec.both:
         config.kv_transfer_config.kv_role = "kv_both"
+    if spec.fake:
+        config.kv_transfer_config = with_fake_connector(spec.fake)(config.kv_transfer_config)
     if spec.speculates:
         config.speculative_config = _draft_model(spec.speculates)
     return with_few_layers(config, rig.geometry)
