@@ -49,7 +49,9 @@ def loads_of_another_connector_are_not_reported(rig: Rig, how: str) -> Evidence:
     d = LiveSpec("D", engine=1, port=1, fake=where, policy=policy)
     with live_engines(rig, p, d) as live:
         write_fake_loads(live.d)
-        reported = _watch_reports(rig, live.d)
+        reported = set[str]()
+        for engine in live.engines:
+            engine.do(_watch_reports, reported)
         _hand_over(live, 0)
         theirs = _load_by_fake(live, 1, "failed" if ends == "recomputed" else ends, where)
         live.settle(lambda: live.d.ended([theirs]), "the request that the fake connector loads")
@@ -61,7 +63,7 @@ def loads_of_another_connector_are_not_reported(rig: Rig, how: str) -> Evidence:
                 diagnosis="the connector reports a load that is another's",
             )
         live.check()
-        if theirs in reported() and ends != "recomputed":  # D may load it with the subject then
+        if theirs in reported and ends != "recomputed":  # D may load it with the subject then
             raise rig.violation("", f"{what}, and {rig.subject.connector} reported {theirs}, too")
         return _hand_over(live, 2)
 
@@ -101,28 +103,27 @@ def _is_fake(connector: Any) -> bool:
     return isinstance(connector, FakeConnector)
 
 
-def _watch_reports(rig: Rig, engine: Any) -> Callable[[], set[str]]:
-    """Return a function that returns all requests that the subject's worker half has reported since.
+def _watch_reports(engine: Any, found: set[str]) -> None:
+    """Add all requests to `found` that the subject's worker half reports from now on.
 
-    Raises Violation in the engine's step if MultiConnector cannot unite what it reports with other reports.
+    The engine's step raises Violation if MultiConnector cannot unite what it reports with other reports.
     """
     [subject] = [one for one in _children(engine.half.connector) if not _is_fake(one)]
-    results, errors, found = subject.get_transfer_results, subject.get_block_ids_with_load_errors, set[str]()
+    results, errors = subject.get_transfer_results, subject.get_block_ids_with_load_errors
 
     def get_transfer_results(finished_req_ids: set[str]) -> Any:
         answer = results(finished_req_ids)
         for field in REPORTS:
-            _unite(rig, f"get_transfer_results().{field}", getattr(answer, field), found.update)
+            _unite(engine.rig, f"get_transfer_results().{field}", getattr(answer, field), found.update)
         return answer
 
     def get_block_ids_with_load_errors() -> Any:
         answer = errors()
-        _unite(rig, "get_block_ids_with_load_errors()", answer, lambda found: set() | found)
+        _unite(engine.rig, "get_block_ids_with_load_errors()", answer, lambda found: set() | found)
         return answer
 
     subject.get_transfer_results = get_transfer_results
     subject.get_block_ids_with_load_errors = get_block_ids_with_load_errors
-    return lambda: found
 
 
 def _unite(rig: Rig, what: str, answer: Any, unite: Callable[[Any], Any]) -> None:
@@ -146,48 +147,51 @@ def shutdown_ends_both_connectors(rig: Rig, how: str) -> Evidence:
     from pytest_kvconform.rigs.scheduler.fake_connector import with_fake_connector
     from pytest_kvconform.rigs.scheduler.violations import HookRaised
     from pytest_kvconform.rigs.scheduler.worker_half import WorkerHalf
+    from pytest_kvconform.rigs.vllm_setup.stand_ins.fake_connector import FakeError
 
     what, _, where = how.partition("-")
     half = WorkerHalf(rig, "P")
     half.config.kv_transfer_config = with_fake_connector(where)(half.config.kv_transfer_config)
     side = half.start()
-    ports, halves = half.listening_ports(), {"worker": half.connector, "scheduler": side.connector}
-    calls = {name: _watch_shutdown(one, raises=what == "raises") for name, one in halves.items()}
-    for name, shutdown in (("worker", half.shutdown), ("scheduler", side.scheduler.shutdown)):
-        raised = ""
+    halves = {
+        "worker": (half.connector, half.shutdown),
+        "scheduler": (side.connector, side.scheduler.shutdown),
+    }
+    for name, (multi, end) in halves.items():
+        [fake], [subject] = ([one for one in _children(multi) if _is_fake(one) is it] for it in (True, False))
+        fake.raises, ends = what == "raises", _watch_shutdown(subject)
         try:
-            half.recorder.call(f"shutdown of the {name} half", shutdown)
-        except HookRaised as error:
-            raised = str(error.finding.happened) if type(error.error).__name__ != "FakeError" else ""
-        subject, fake = calls[name]
-        if raised or not subject() or not fake():
-            missing = " and ".join(
-                f"{who}'s shutdown() was not called"
-                for who, called in ((rig.subject.connector, subject()), ("the fake connector", fake()))
-                if not called
-            )
+            half.recorder.call(f"shutdown of the {name} half", end)
+        except HookRaised as raised:
+            if not isinstance(raised.error, FakeError) and not any(ends):
+                raise
+        inside = f"inside MultiConnector, {'behind' if where == 'first' else 'before'} a fake connector, "
+        if raised_by_subject := next(filter(None, ends), ""):
+            others = "" if fake.shutdowns else ", and shutdown() of the other connector was not called"
             raise rig.violation(
                 "",
-                f"inside MultiConnector {raised or 'the shutdown of the ' + name + ' half returned'}"
-                f"{', and ' + missing if missing else ''}",
-                diagnosis="shutdown() of the connector raises there" if raised else "",
+                f"{inside}shutdown() of the {name} half raised {raised_by_subject}{others}",
+                diagnosis="shutdown() of the connector raises there",
             )
+        for who, calls in ((rig.subject.connector, len(ends)), ("the fake connector", fake.shutdowns)):
+            if not calls:
+                raise rig.violation("", f"{inside}shutdown() of {who} was not called on the {name} half")
     if left := once_nothing(rig, half.listening_ports):
         raise rig.violation("", f"after the shutdown of MultiConnector the process still listens on {left}")
-    return Evidence(looked_at=4, unit="calls of shutdown()", notes={"ports": len(ports)})
+    return Evidence(looked_at=2 * len(halves), unit="calls of shutdown()")
 
 
-def _watch_shutdown(connector: Any, raises: bool) -> tuple[Callable[[], int], Callable[[], int]]:
-    """How often shutdown() of the subject and of the fake connector have been called, as functions.
-
-    `raises`: whether that of the fake connector raises.
-    """
-    [fake], [subject] = ([one for one in _children(connector) if _is_fake(one) is it] for it in (True, False))
-    fake.raises, own, called = raises, subject.shutdown, list[None]()
+def _watch_shutdown(subject: Any) -> list[str]:
+    """Return a list that gets what each call of shutdown() raises; "": nothing."""
+    own, ends = subject.shutdown, list[str]()
 
     def shutdown() -> None:
-        called.append(None)
-        own()
+        ends.append("")
+        try:
+            own()
+        except BaseException as error:
+            ends[-1] = f"{type(error).__name__}: {error}"
+            raise
 
     subject.shutdown = shutdown
-    return lambda: len(called), lambda: int(fake.shutdowns)
+    return ends
