@@ -7,13 +7,15 @@ docstring says.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from vllm.distributed.kv_transfer import has_kv_transfer_group
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
@@ -23,9 +25,11 @@ from tests.engine.wrong_connectors import Groups, Right
 __all__ = [
     "BuildsNoMetrics",
     "ClipsEachWindow",
+    "CountsAlone",
     "CountsDown",
     "CountsFailures",
     "CountsLoads",
+    "CountsLoadsEverywhere",
     "DividesByNothing",
     "EndsWithTheForward",
     "FollowsTheFirst",
@@ -33,10 +37,15 @@ __all__ = [
     "ForgetsToRebuild",
     "HandsOverWhatRuns",
     "LoadsWhatRuns",
+    "LogsAlone",
+    "NamesItsArgument",
     "NumbersItsKeys",
+    "RebuildsWhatItBuilt",
     "RecordsNothing",
+    "RegistersWhenBuilt",
     "SendsAPath",
     "StopsAtWarmUp",
+    "SumsUpToAnother",
     "WantsTuples",
 ]
 
@@ -242,12 +251,90 @@ class ForgetsToRebuild(CountsLoads):
         return None
 
 
+class RebuildsWhatItBuilt(CountsLoads):
+    """Rebuilds statistics with what its constructor has set up, and the front end builds no connector."""
+
+    known: type[Count] | None = None
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any):
+        super().__init__(vllm_config, role, kv_cache_config)
+        type(self).known = Count
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
+        assert cls.known is not None
+        return cls.known(data or {"loads": 0})
+
+
 class BuildsNoMetrics(CountsLoads):
     """Its metrics have a name that Prometheus does not take."""
 
     @classmethod
     def build_prom_metrics(cls, *args: Any) -> KVConnectorPromMetrics | None:
         raise ValueError("Invalid metric name: vllm:loads per second")
+
+
+# ---- statistics inside MultiConnector ----
+
+
+class CountsLoadsEverywhere(CountsLoads):
+    """No mistake: it counts loads, and registers itself when its module is imported."""
+
+
+class RegistersWhenBuilt(CountsLoads):
+    """Registers itself in its constructor, and the front end builds no connector."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any):
+        super().__init__(vllm_config, role, kv_cache_config)
+        register(type(self))
+
+
+class LogsAlone(CountsLoadsEverywhere):
+    """Registers itself, and has no metrics."""
+
+    @classmethod
+    def build_prom_metrics(cls, *args: Any) -> KVConnectorPromMetrics | None:
+        return None
+
+
+class NamesItsArgument(CountsLoadsEverywhere):
+    """Has another name for the argument of build_kv_connector_stats. Only MultiConnector names it."""
+
+    @classmethod
+    def build_kv_connector_stats(cls, stats: dict[str, Any] | None = None) -> KVConnectorStats | None:
+        return super().build_kv_connector_stats(stats)
+
+
+class Total(Count):
+    """A sum of counts."""
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        return Total({"loads": self.data["loads"] + other.data["loads"]})
+
+
+class SumsUpToAnother(CountsLoadsEverywhere):
+    """Adds statistics up to an object of another class, to which statistics can be added."""
+
+    class stats(Count):
+        def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+            return Total(self.data).aggregate(other)
+
+
+class CountsAlone(CountsLoadsEverywhere):
+    """Reports statistics only if the engine has no other connector."""
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        return super().get_kv_connector_stats() if get_kv_transfer_group() is self else None
+
+
+def register(kind: type) -> None:
+    """Register a class under its name, unless it is."""
+    with contextlib.suppress(ValueError):
+        KVConnectorFactory.register_connector(kind.__name__, kind.__module__, kind.__name__)
+
+
+for _one in (CountsLoadsEverywhere, LogsAlone, NamesItsArgument, SumsUpToAnother, CountsAlone):
+    register(_one)
 
 
 # ---- block tables ----

@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.processes.linux import die_with_parent
 
-AGAIN = 3  # times that the front end gets the last statistics, so that it has something to add up, twice
+TIMES = 3  # that the front end gets the statistics, so that it has something to add up, and to a sum
 ANSWER_S = 10.0  # for the front end to log and record what one transfer has reported
 HOOKS = ("get_kv_connector_stats", "build_kv_connector_stats", "build_prom_metrics")
 UNREGISTERED, UNMEASURED = "unregistered", "unmeasured"  # see `Lack`
@@ -95,7 +95,7 @@ class StatisticsPath:
         self._sent, self._reported, self._failed = [], 0, Stage()
         if failed.name or self._front_end is None:
             return StatisticsTrace(reported, failed.name, failed.error)
-        return replace(self._front_end.ask([*sent, *sent[-1:] * (AGAIN - 1)]), reported=reported)
+        return replace(self._front_end.ask(sent * TIMES), reported=reported)
 
 
 class FrontEnd:
