@@ -42,6 +42,7 @@ STATISTICS = [
     statistics(
         "RebuildsWhatItBuilt", on(ARRIVE, r"of D raised AssertionError .* in build_kv_connector_stats: ")
     ),
+    statistics("EndsTheFrontEnd", on(ARRIVE, r"of D raised EOFError: the process ended in the front end: ")),
     statistics("BuildsNoMetrics", on(ARRIVE, r"in build_prom_metrics: the API server does not start")),
     statistics(
         "ForgetsToRebuild",

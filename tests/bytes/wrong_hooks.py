@@ -8,6 +8,7 @@ docstring says.
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from dataclasses import replace
@@ -31,6 +32,7 @@ __all__ = [
     "CountsLoads",
     "CountsLoadsEverywhere",
     "DividesByNothing",
+    "EndsTheFrontEnd",
     "EndsWithTheForward",
     "FollowsTheFirst",
     "ForgetsAtCapture",
@@ -264,6 +266,14 @@ class RebuildsWhatItBuilt(CountsLoads):
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
         assert cls.known is not None
         return cls.known(data or {"loads": 0})
+
+
+class EndsTheFrontEnd(CountsLoads):
+    """Ends the process in which statistics are rebuilt."""
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
+        os._exit(1)
 
 
 class BuildsNoMetrics(CountsLoads):

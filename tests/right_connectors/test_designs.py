@@ -188,13 +188,15 @@ def test_blocks_that_are_saved_beside_another_connector_are_no_load(
     assert run.outcomes["loads_nothing_if_another_connector_loads[first]"] == "PASS"
 
 
-@pytest.mark.parametrize("connector", ["amount:StagesCopies", "workers:SomeWithinTheStep"])
+@pytest.mark.parametrize(
+    "connector", ["amount:StagesCopies", "workers:SomeWithinTheStep", "designs:LayerWise"]
+)
 def test_another_connector_beside_it_changes_nothing(
     run_cases: Callable[..., CellRun], connector: str
 ) -> None:
-    """P of the first one keeps no blocks. The other one loads within the step, if it is asked twice."""
-    connector = f"tests.right_connectors.{connector}"
-    run = run_cases("protocol", connector, only=lambda planned: planned.module == "protocol/multi_connector")
+    """P of the first one keeps no blocks. The others load within the step, one of them if asked twice."""
+    connector, module = f"tests.right_connectors.{connector}", "protocol/multi_connector"
+    run = run_cases("protocol", connector, only=lambda planned: planned.module.startswith(module))
     assert wrong(run) == {}
 
 

@@ -121,9 +121,9 @@ class FrontEnd:
                     found: StatisticsTrace = self._line.recv()
                     return found
                 if deadline.over():
-                    self._ended = f"it did not answer within {ANSWER_S:g} s"
+                    self._ended = f"TimeoutError: no answer within {ANSWER_S:g} s"
                     os.kill(self._pid, signal.SIGKILL)
-        self._ended = self._ended or "its process ended"
+        self._ended = self._ended or "EOFError: the process ended"
         return StatisticsTrace(stage="the front end", error=self._ended)
 
 
