@@ -30,7 +30,7 @@ STATISTICS = [
         "WantsTuples",
         on(
             ARRIVE,
-            r"raised AssertionError \(wrong_hooks\.py:\d+\) in build_kv_connector_stats: the output handler",
+            r"raised AssertionError \(wrong_statistics\.py:\d+\) in build_kv_connector_stats: the output",
         ),
     ),
     statistics(
