@@ -200,6 +200,19 @@ def test_another_connector_beside_it_changes_nothing(
     assert wrong(run) == {}
 
 
+def test_blocks_that_it_keeps_of_a_failed_load_of_another_connector_are_no_mistake(
+    run_cases: Callable[..., CellRun],
+) -> None:
+    """vLLM's scheduler frees them with the report of the failed load, and asserts on the one of the end."""
+    run = run_cases(
+        "protocol",
+        "tests.right_connectors.leftovers:KeepsEveryEnd",
+        only=lambda planned: str(planned.variant) in ("failed-first", "loaded-last"),
+    )
+    name = "loads_of_another_connector_are_not_reported"
+    assert run.outcomes == {f"{name}[failed-first]": "NOT-APPLICABLE", f"{name}[loaded-last]": "PASS"}
+
+
 def multi(*connectors: dict[str, Any]) -> str:
     return json.dumps({"kv_connector_extra_config": {"connectors": list(connectors)}})
 
