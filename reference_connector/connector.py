@@ -15,6 +15,7 @@ communicate through `Metadata` (scheduler to workers, each step), `WorkerReport`
 `HandshakeMetadata` (once).
 """
 
+import contextlib
 import uuid
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,6 +26,7 @@ import torch
 from vllm import envs
 from vllm.config import VllmConfig
 from vllm.distributed import parallel_state
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.platforms import current_platform
@@ -40,11 +42,6 @@ from reference_connector.transport import HOST, Memory, Transport
 from reference_connector.trust.authentication import trust
 from reference_connector.trust.identity import identity_of
 from reference_connector.worker import Worker, no_stats
-
-try:
-    from vllm.v1.metrics.cache_hit_source import CacheHitSource
-except ImportError:  # vLLM 0.31
-    CacheHitSource = None
 
 
 @dataclass
@@ -71,7 +68,9 @@ class WorkerReport(base.KVConnectorWorkerMetadata):
 class ReferenceConnector(base.KVConnectorBase_V1, base.SupportsHMA):
     """P/D hand-over by pull. Each hook calls the scheduler half or the worker half, or does nothing."""
 
-    if CacheHitSource is not None:
+    with contextlib.suppress(ImportError):  # vLLM 0.31
+        from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
         _cache_hit_source = CacheHitSource.P2P
 
     def __init__(self, vllm_config: VllmConfig, role: base.KVConnectorRole, kv_cache_config: KVCacheConfig):
@@ -79,8 +78,7 @@ class ReferenceConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
         self._options = options = read_options(transfer.kv_connector_extra_config)
-        device = current_platform.device_type
-        if (buffer := transfer.kv_buffer_device) != device:
+        if (buffer := transfer.kv_buffer_device) != (device := current_platform.device_type):
             raise ValueError(f"there is no buffer: kv_buffer_device is {buffer}, and KV is on {device}")
         for name in ("pipeline", "decode_context", "prefill_context"):
             if (size := getattr(parallel, f"{name}_parallel_size")) > 1:
@@ -114,8 +112,7 @@ class ReferenceConnector(base.KVConnectorBase_V1, base.SupportsHMA):
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
         """The layout with the longest runs that vLLM can split for kernels; any other works as well."""
-        model = vllm_config.model_config
-        if model is None:
+        if (model := vllm_config.model_config) is None:
             return None
         return "LBHNC" if model.is_hybrid else "BLHNC" if model.use_mla else "BHLNC"
 
@@ -164,8 +161,7 @@ class ReferenceConnector(base.KVConnectorBase_V1, base.SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         rank = parallel_state.get_tensor_model_parallel_rank()
         size = parallel_state.get_tensor_model_parallel_world_size()
-        options = self._options
-        memory = _allocations(kv_caches)
+        options, memory = self._options, _allocations(kv_caches)
         progress = options.progress_thread if options.progress_thread is not None else memory[0].place != HOST
         transport = Transport(list(options.backends), options.num_threads, progress)
         boxes = boxes_of(self._vllm_config, self._kv_cache_config, kv_caches, rank, size)
@@ -211,6 +207,10 @@ class ReferenceConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         for half in ("_listener", "_worker"):
             if (found := self.__dict__.pop(half, None)) is not None:
                 found.close()
+
+
+with contextlib.suppress(ValueError):  # MultiConnector looks it up by its name alone: docs/findings.md
+    KVConnectorFactory.register_connector("ReferenceConnector", __name__, "ReferenceConnector")
 
 
 def _groups(kv_cache_config: KVCacheConfig) -> tuple[Group, ...]:

@@ -10,6 +10,11 @@ if TYPE_CHECKING:
     from pytest_kvconform.subject import Subject
 
 EXTRA, CHILDREN = "kv_connector_extra_config", "connectors"
+# The fake connector of the rigs, with which the subject is inside MultiConnector.
+FAKE = {
+    "kv_connector": "FakeConnector",
+    "kv_connector_module_path": "pytest_kvconform.rigs.vllm_setup.stand_ins.fake_connector",
+}
 SAME_ENGINE = "same-engine"
 STORES = ("store", SAME_ENGINE)  # profiles
 
@@ -34,6 +39,19 @@ def merge_config(config: dict[str, Any], defaults: dict[str, Any]) -> dict[str, 
     """Return the user's object merged over the defaults, key by key, including kv_connector_extra_config."""
     extra = defaults.get(EXTRA, {}) | config.get(EXTRA, {})
     return defaults | config | ({EXTRA: extra} if extra else {})
+
+
+def inside_multi_connector(config: dict[str, Any], fake: str) -> dict[str, Any]:
+    """MultiConnector's object, with that of a connector in it, and the fake connector. `fake`: "first" or
+    "last", its place.
+    """
+    own = ("kv_connector", "kv_connector_module_path", EXTRA)
+    whole = {key: value for key, value in config.items() if key not in own}
+    # MultiConnector gives its children its own engine_id, and raises if one has it already
+    child = {key: value for key, value in config.items() if key != "engine_id"}
+    other = FAKE | {"kv_role": config["kv_role"]}
+    children = [other, child] if fake == "first" else [child, other]
+    return whole | {"kv_connector": "MultiConnector", EXTRA: {CHILDREN: children}}
 
 
 def with_folder(config: Any, ours: str, own: str) -> Any:

@@ -150,6 +150,7 @@ class Transfer:
     policy: str = "fail"  # vLLM's kv_load_failure_policy, where there are faults
     beside: bool = False  # whether the requests that compute `warm` on D go on until the load has ended
     graphs: bool = False  # whether steps of one token a request are replayed as full CUDA graphs
+    fake: str = ""  # "first", "last": where a fake connector is beside the subject in MultiConnector
 
     def __str__(self) -> str:
         return self.name

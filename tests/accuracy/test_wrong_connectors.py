@@ -31,6 +31,29 @@ def test_a_right_connector_passes(run_cases: Run) -> None:
     assert loaded.bytes_moved > 0
 
 
+def inside(connector: str, module: str) -> str:
+    """The configuration of MultiConnector with this connector and a store in it."""
+    child = {"kv_connector": connector, "kv_connector_module_path": module}
+    both = [one | {"kv_role": "kv_both"} for one in (child, {"kv_connector": "ExampleConnector"})]
+    return json.dumps({"kv_connector_extra_config": {"connectors": both}})
+
+
+def test_the_front_end_of_multi_connector_ends_over_a_child_that_is_not_registered(
+    run_cases: Run, questions: Callable[..., None]
+) -> None:
+    questions(16)
+    run = run_cases("MultiConnector", config=inside("Right", "tests.accuracy.wrong_connectors"))
+    assert run.failed == {ANSWERED}, (run.findings, run.reasons)
+    assert "Connector 'Right' is not registered" in run.findings[ANSWERED].happened
+
+
+def test_a_child_that_registers_itself_answers(run_cases: Run, questions: Callable[..., None]) -> None:
+    questions(16)
+    run = run_cases("MultiConnector", config=inside("ReferenceConnector", "reference_connector"))
+    assert not run.failed, run.findings
+    assert {run.outcomes[name] for name in (ANSWERED, LOADED, BYTES)} == {"PASS"}
+
+
 def test_a_d_that_computes_everything_has_no_evidence(run_cases: Run, questions: Callable[..., None]) -> None:
     questions(16)
     run = run_cases("LoadsNothing")

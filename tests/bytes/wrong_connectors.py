@@ -34,6 +34,7 @@ from tests.engine.wrong_connectors import (
 from tests.right_connectors.amount import MovesNothing, PartOfABlock
 
 from .wrong_hooks import *  # noqa: F403
+from .wrong_statistics import *  # noqa: F403
 
 # Wrong in the same way for the engine tier.
 __all__ = [

@@ -1,5 +1,5 @@
-"""Connectors with one mistake each in hooks of vLLM's second model runner, in the way of statistics, in block
-tables that they keep themselves, or in windows.
+"""Connectors with one mistake each in hooks of vLLM's second model runner, in block tables that they keep
+themselves, or in windows.
 
 All of them are vLLM's NixlConnector, or ReferenceConnector, but for what the first sentence of their
 docstring says.
@@ -10,34 +10,22 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from vllm.distributed.kv_transfer import has_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from reference_connector import ReferenceConnector
 from tests.engine.wrong_connectors import Groups, Right
 
 __all__ = [
-    "BuildsNoMetrics",
     "ClipsEachWindow",
-    "CountsDown",
-    "CountsFailures",
-    "CountsLoads",
-    "DividesByNothing",
     "EndsWithTheForward",
     "FollowsTheFirst",
     "ForgetsAtCapture",
-    "ForgetsToRebuild",
     "HandsOverWhatRuns",
     "LoadsWhatRuns",
-    "NumbersItsKeys",
-    "RecordsNothing",
-    "SendsAPath",
     "StopsAtWarmUp",
-    "WantsTuples",
 ]
 
 # ---- hooks of the second model runner ----
@@ -102,152 +90,6 @@ class HandsOverWhatRuns(Right):
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> Any:
         ended = super().request_finished_all_groups(request, block_ids)
         return ended if request.request_id in self.running else (False, None)
-
-
-# ---- statistics ----
-
-
-class Count(KVConnectorStats):
-    """Counts loads."""
-
-    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        return type(self)({"loads": self.data["loads"] + other.data["loads"]})
-
-    def is_empty(self) -> bool:
-        return not self.data.get("loads")
-
-    def reduce(self) -> dict[str, int | float]:
-        return {"Loads": self.data["loads"]}
-
-
-class LoadsCounter(KVConnectorPromMetrics):
-    """One counter for each engine."""
-
-    step = 1
-
-    def __init__(self, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any):
-        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        counter = self._counter_cls(name="vllm:test_loads", documentation="loads", labelnames=labelnames)
-        self.counters = {engine: counter.labels(*values) for engine, values in per_engine_labelvalues.items()}
-
-    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        self.counters[engine_idx].inc(self.step * transfer_stats_data["loads"])
-
-
-class CountsLoads(Right):
-    """No mistake: it counts loads, and reports them in the step in which they end."""
-
-    stats: type[Count] = Count
-    metrics: type[LoadsCounter] = LoadsCounter
-    loads = 0
-
-    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        found = super().get_transfer_results(finished_req_ids)
-        self.loads += len(found.finished_recving)
-        return found
-
-    def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        loads, self.loads = self.loads, 0
-        return self.stats(self.reported(loads)) if loads else None
-
-    def reported(self, loads: int) -> dict[Any, Any]:
-        return {"loads": loads}
-
-    @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
-        return cls.stats(data or {"loads": 0})
-
-    @classmethod
-    def build_prom_metrics(cls, *args: Any) -> KVConnectorPromMetrics | None:
-        return cls.metrics(*args)
-
-
-class FailuresCounter(LoadsCounter):
-    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        self.counters[engine_idx].inc(transfer_stats_data["failures"])
-
-
-class CountsFailures(CountsLoads):
-    """No mistake: it logs how many loads there were, and its metrics count those that failed."""
-
-    metrics = FailuresCounter
-
-    def reported(self, loads: int) -> dict[Any, Any]:
-        return {"loads": loads, "failures": 0}
-
-
-class Silent(LoadsCounter):
-    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        pass
-
-
-class RecordsNothing(CountsLoads):
-    """Its metrics take no statistics."""
-
-    metrics = Silent
-
-
-class SendsAPath(CountsLoads):
-    """Reports the path of its store, which is no msgpack."""
-
-    def reported(self, loads: int) -> dict[Any, Any]:
-        return {"loads": loads, "store": Path("/store")}
-
-
-class NumbersItsKeys(CountsLoads):
-    """Reports by rank, with numbers for keys."""
-
-    def reported(self, loads: int) -> dict[Any, Any]:
-        return {"loads": loads, 0: loads}
-
-
-class WantsTuples(CountsLoads):
-    """Reports (start, end), of which msgpack makes a list."""
-
-    def reported(self, loads: int) -> dict[Any, Any]:
-        return {"loads": loads, "times": (1.0, 2.0)}
-
-    @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
-        assert data is None or isinstance(data["times"], tuple)
-        return super().build_kv_connector_stats(data)
-
-
-class Rate(Count):
-    def reduce(self) -> dict[str, int | float]:
-        return {"Failures per load": 1 / (self.data["loads"] - self.data["loads"])}
-
-
-class DividesByNothing(CountsLoads):
-    """Divides by a number that is 0 if no load has failed."""
-
-    stats = Rate
-
-
-class Down(LoadsCounter):
-    step = -1
-
-
-class CountsDown(CountsLoads):
-    """Counts down with a Prometheus counter, which only goes up."""
-
-    metrics = Down
-
-
-class ForgetsToRebuild(CountsLoads):
-    """Collects statistics and has no build_kv_connector_stats."""
-
-    @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
-        return None
-
-
-class BuildsNoMetrics(CountsLoads):
-    """Its metrics have a name that Prometheus does not take."""
-
-    @classmethod
-    def build_prom_metrics(cls, *args: Any) -> KVConnectorPromMetrics | None:
-        raise ValueError("Invalid metric name: vllm:loads per second")
 
 
 # ---- block tables ----

@@ -15,10 +15,11 @@ MODULES = (
     "protocol/aborts",
     "protocol/multi_connector",
     "protocol/stores/saved_prompts",
+    "protocol/multi_connector_halves",
 )
 
 
-PARAMS, HITS, ABORTS, MULTI, STORES = ((module,) for module in MODULES)
+PARAMS, HITS, ABORTS, MULTI, STORES, HALVES = ((module,) for module in MODULES)
 
 
 def of(modules: tuple[str, ...]) -> Callable[[PlannedCase], bool]:

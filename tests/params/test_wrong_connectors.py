@@ -11,7 +11,7 @@ from tests.helpers.case_runner import CellRun
 from tests.helpers.wrong import Wrong, on
 
 from . import test_stores
-from .checks import ABORTS, HITS, MODULES, MULTI, PARAMS, deviations, of
+from .checks import ABORTS, HALVES, HITS, MODULES, MULTI, PARAMS, deviations, of
 
 # Theme of a rule -> modules that are run.
 OF = {"PARAMS": PARAMS, "HIT": HITS, "ABORT": ABORTS, "MULTI": MULTI, "LOAD": MULTI}
@@ -210,12 +210,63 @@ WRONG = [
         rules="KV-MULTI-004",
     ),
 ]
+# Both halves beside another connector. What is wrong there shows in other cases of these modules, too.
+BESIDE = [
+    Wrong(
+        "GivesUpWhatOthersLoad",
+        {
+            r"loads_of_another_connector_are_not_reported\[(loaded|failed)-first\]": r"the fake connector "
+            r"reported its load as (loaded, and \S+ ended with 'error'|failed, and .* reported \S+, too)$"
+        },
+        rules="KV-MULTI-007",
+    ),
+    Wrong(
+        "ListsFailedBlocks",
+        {
+            r"loads_of_another_connector_are_not_reported\[.*\]": r"^get_block_ids_with_load_errors\(\) is "
+            r"\[\], a list, which MultiConnector cannot unite"
+        },
+        rules="KV-MULTI-007",
+    ),
+    Wrong(
+        "ClosesTheGroup",
+        {
+            r"shutdown_ends_both_connectors\[\w+-\w+\]": r"shutdown\(\) of the worker half raised "
+            r"AttributeError: 'MultiConnector' object has no attribute"
+        },
+        rules="KV-MULTI-008",
+    ),
+    Wrong(
+        "EndsTheProcess",
+        {
+            r"shutdown_ends_both_connectors\[.*\]": r"(behind .* raised SystemExit: 0|before .* raised "
+            r"SystemExit: 0, and shutdown\(\) of the other connector was not called)$"
+        },
+        rules="KV-MULTI-008",
+    ),
+]
 
 
 @pytest.mark.parametrize("wrong", WRONG, ids=str)
 def test_a_mistake_is_found_by_the_cases_of_its_rule(run_cases: Callable[..., CellRun], wrong: Wrong) -> None:
     run = run_cases(wrong.connector, **wrong.cell, only=of(OF[wrong.rules.split("-")[1]]))
     assert deviations(run, wrong) == []
+
+
+@pytest.mark.parametrize("wrong", BESIDE, ids=str)
+def test_a_mistake_beside_another_connector_is_found(run_cases: Callable[..., CellRun], wrong: Wrong) -> None:
+    name = min(wrong.fails).partition("\\[")[0]
+    run = run_cases(wrong.connector, **wrong.cell, only=lambda planned: planned.case.name == name)
+    assert deviations(run, wrong) == []
+
+
+@pytest.mark.parametrize("connector", ["Right", "SureLater"])
+def test_both_halves_of_a_right_connector_pass_beside_another_one(
+    run_cases: Callable[..., CellRun], connector: str
+) -> None:
+    run = run_cases(connector, "llama3_1_8b", only=of(HALVES))
+    assert set(run.outcomes.values()) == {"PASS"}, run.findings
+    assert len(run.outcomes) == 10
 
 
 def test_silence_beside_another_connector_is_a_warning(run_cases: Callable[..., CellRun]) -> None:
@@ -232,7 +283,7 @@ def test_silence_beside_another_connector_is_a_warning(run_cases: Callable[..., 
 
 def test_every_rule_of_these_cases_has_a_mistake() -> None:
     rules = {case.rule for module in MODULES for case in load_module(module)[1]}
-    assert rules <= {wrong.rules for wrong in (*WRONG, *test_stores.WRONG)}
+    assert rules <= {wrong.rules for wrong in (*WRONG, *BESIDE, *test_stores.WRONG)}
 
 
 # ---- right ones ----------------------------------------------------------------------------------

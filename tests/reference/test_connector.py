@@ -111,6 +111,19 @@ def test_statistics_reach_prometheus() -> None:
     assert value("num_kv_expired_reqs_total") == 2
 
 
+def test_multi_connector_finds_the_class_by_its_name() -> None:
+    mend_imports()
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+
+    from reference_connector import ReferenceConnector
+
+    assert KVConnectorFactory.get_connector_class_by_name("ReferenceConnector") is ReferenceConnector
+    sent = ReferenceConnector.build_kv_connector_stats().to_dict()
+    rebuilt = MultiConnector.build_kv_connector_stats({"ReferenceConnector": sent})
+    assert list(rebuilt.reduce()) == ["ReferenceConnector"]
+
+
 def test_every_statistic_is_logged_and_a_metric() -> None:
     mend_imports()
     from reference_connector.statistics import COUNTERS, HISTOGRAMS, ReferenceStats

@@ -188,14 +188,29 @@ def test_blocks_that_are_saved_beside_another_connector_are_no_load(
     assert run.outcomes["loads_nothing_if_another_connector_loads[first]"] == "PASS"
 
 
-@pytest.mark.parametrize("connector", ["amount:StagesCopies", "workers:SomeWithinTheStep"])
+@pytest.mark.parametrize(
+    "connector", ["amount:StagesCopies", "workers:SomeWithinTheStep", "designs:LayerWise"]
+)
 def test_another_connector_beside_it_changes_nothing(
     run_cases: Callable[..., CellRun], connector: str
 ) -> None:
-    """P of the first one keeps no blocks. The other one loads within the step, if it is asked twice."""
-    connector = f"tests.right_connectors.{connector}"
-    run = run_cases("protocol", connector, only=lambda planned: planned.module == "protocol/multi_connector")
+    """P of the first one keeps no blocks. The others load within the step, one of them if asked twice."""
+    connector, module = f"tests.right_connectors.{connector}", "protocol/multi_connector"
+    run = run_cases("protocol", connector, only=lambda planned: planned.module.startswith(module))
     assert wrong(run) == {}
+
+
+def test_blocks_that_it_keeps_of_a_failed_load_of_another_connector_are_no_mistake(
+    run_cases: Callable[..., CellRun],
+) -> None:
+    """vLLM's scheduler frees them with the report of the failed load, and asserts on the one of the end."""
+    run = run_cases(
+        "protocol",
+        "tests.right_connectors.leftovers:KeepsEveryEnd",
+        only=lambda planned: str(planned.variant) in ("failed-first", "loaded-last"),
+    )
+    name = "loads_of_another_connector_are_not_reported"
+    assert run.outcomes == {f"{name}[failed-first]": "NOT-APPLICABLE", f"{name}[loaded-last]": "PASS"}
 
 
 def multi(*connectors: dict[str, Any]) -> str:

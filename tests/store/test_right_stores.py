@@ -89,6 +89,16 @@ def test_the_keys_of_a_right_store_are_those_of_vllm(
     assert set(found.outcomes.values()) == {"PASS"}, found.findings
 
 
+@pytest.mark.parametrize("store", STORES)
+def test_a_right_store_is_one_of_several_connectors(
+    scheduler_runner: CaseRunner, store: str, tmp_path: Path
+) -> None:
+    found = run(scheduler_runner, store, ("protocol/multi_connector",), tmp_path)
+    assert set(found.outcomes.values()) == {"PASS", "NOT-APPLICABLE"}, found.findings
+    beside = ("loads_of_another_connector_are_not_reported", "shutdown_ends_both_connectors")
+    assert {what for name, what in found.outcomes.items() if name.startswith(beside)} == {"PASS"}
+
+
 def test_a_store_whose_scheduler_half_asks_a_worker_has_one(
     scheduler_runner: CaseRunner, tmp_path: Path
 ) -> None:

@@ -34,6 +34,11 @@ def call_deadline(context: RunContext) -> float:
     return SLOW_CALLS * context.deadlines.call
 
 
+def _word(longer: int, fake: str) -> str:
+    """The word of a pair of engines, see EnginePairs."""
+    return " ".join(filter(None, (LONG if longer else "", fake)))
+
+
 class ByteBench:
     """Runs each transfer of a cell once, however many cases judge its observation."""
 
@@ -59,7 +64,7 @@ class ByteBench:
         Raises Blocked if the transfer cannot
         run, or if an earlier transfer of the cell was refused after a long wait, or did not end.
         """
-        key = (cell, transfer.name, longer)
+        key, word = (cell, transfer.name, longer), _word(longer, transfer.fake)
         if key not in self._observations:
             self._require_alike(cell)
             self.context.require_known_handover("byte", store=True, alone=True)
@@ -67,7 +72,7 @@ class ByteBench:
                 reason, declined = self._over[cell]
                 raise Blocked(reason, refused=declined)
             try:
-                p, d = self._engines(cell, longest, LONG if longer else "")
+                p, d = self._engines(cell, longest, word, transfer.fake)
             except EngineFailed as failed:
                 on = f"depends on kv::bytes/start::engines_start[{cell}]: {failed.sentence}"
                 raise Blocked(on, refused=failed.declined) from None
@@ -75,8 +80,8 @@ class ByteBench:
             found = self._observe(transfer, p, d, self.context.deadlines)
             late = soon.over()
             if found.failed or found.stuck or found.refused:
-                for word in ("", LONG):
-                    self.pairs.end(cell, word)
+                for other in {"", LONG, word}:
+                    self.pairs.end(cell, other)
                 if not found.refused:
                     with self.control.broken(cell, lambda why: self._over.update({cell: (why, False)})):
                         found = replace(found, excuse=self._excuse(cell, transfer, longest, longer, found))
@@ -88,7 +93,7 @@ class ByteBench:
                 if late if refused else self.control.is_over(cell, found, found.excuse):
                     self._over[cell] = found.excuse or on, found.declined
             elif is_full(p, needed_blocks(cell, "P", longest)):
-                self.pairs.end(cell, LONG if longer else "")
+                self.pairs.end(cell, word)
             self._observations[key] = found
         self.context.shown_calls[:] = self._observations[key].calls
         return self._observations[key]
@@ -111,7 +116,7 @@ class ByteBench:
             lambda role, tp, folder: byte_engine_spec(self.context, cell, role, longest, folder),
             lambda p, d: self._observe(transfer, p, d, self.control.deadlines),
             found.decoder,
-            LONG if longer else "",
+            _word(longer, transfer.fake),
         )
 
     def facts_of_engines(self, cell: Cell, longest: int) -> tuple[EngineFacts, EngineFacts]:
@@ -126,14 +131,16 @@ class ByteBench:
         assert isinstance(found, tuple)
         return found
 
-    def _engines(self, cell: Cell, longest: int, word: str = "") -> tuple[ByteEngineHandle, ByteEngineHandle]:
+    def _engines(
+        self, cell: Cell, longest: int, word: str = "", fake: str = ""
+    ) -> tuple[ByteEngineHandle, ByteEngineHandle]:
         """P and D of a cell, running.
 
         Raises EngineFailed, or Blocked or NotApplicable where the connector is excused.
         """
 
         def spec(role: str, tensor_parallel: int, folder: str) -> ByteEngineSpec:
-            return byte_engine_spec(self.context, cell, role, longest, folder)
+            return byte_engine_spec(self.context, cell, role, longest, folder, fake=fake)
 
         self._raise_excuse(cell)
         try:

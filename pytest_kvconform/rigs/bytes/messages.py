@@ -41,6 +41,7 @@ class ByteEngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     save_delay: float = 0.0  # seconds after which a store finds what was saved
     store: bool = False  # loads may bring what either engine has computed and saved
     engine_arguments: dict[str, Any] = {}  # further fields of vLLM's EngineArgs
+    fake: str = ""  # "first", "last": where a fake connector is beside the subject in MultiConnector
 
 
 class ByteRequest(Request, frozen=True, kw_only=True):

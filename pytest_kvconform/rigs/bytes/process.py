@@ -68,7 +68,7 @@ class ByteEngineProcess(engine_process.EngineProcess):
         self.overwriter = Overwriter(self)
         self.replaying = False
         super().__init__(spec)
-        self.statistics_path = StatisticsPath(self.config, self.scheduler)
+        self.statistics_path.watch(self.scheduler)
         # group whose content a block has
         self.owner_of_block = np.full(self.kv_config.num_blocks, -1, dtype=np.int8)
         self._watch_blocks()
@@ -96,6 +96,7 @@ class ByteEngineProcess(engine_process.EngineProcess):
         )
         config.scheduler_config.async_scheduling = spec.in_flight  # vLLM turns it off on CPUs
         config.parallel_config.worker_cls = "pytest_kvconform.rigs.bytes.worker.ByteWorker"
+        self.statistics_path = StatisticsPath(config, mended=bool(spec.fake))
         return config
 
     # ---- calls ---------------------------------------------------------------------------------------------

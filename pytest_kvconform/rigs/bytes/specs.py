@@ -8,6 +8,7 @@ import msgspec
 
 from model_matrix import Geometry, Setup, Side, load_byte_matrices, load_geometries, parse_topology
 from model_matrix.geometries import SlidingWindow, State, expand_layers
+from pytest_kvconform.kv_config import inside_multi_connector
 from pytest_kvconform.result import Cell
 from pytest_kvconform.rigs.bytes.messages import PACKED, ByteEngineSpec
 from pytest_kvconform.rigs.context import RunContext, lease_environment
@@ -28,13 +29,18 @@ def byte_engine_spec(
     lease_s: float = 0.0,
     policy: str = "",
     load_s: float = 0.0,
+    fake: str = "",
 ) -> ByteEngineSpec:
     """How one side of a cell is built, with room for `longest` tokens at once.
 
-    `folder`, `lease_s`, `policy` and `load_s`: see `rigs.context.transfer_config`.
+    `folder`, `lease_s`, `policy` and `load_s`: see `rigs.context.transfer_config`. `fake`: as in
+    `ByteEngineSpec`.
     """
     geometry, side = load_geometries()[cell.family], side_of(cell, role)
     blocks = needed_blocks(cell, role, longest)
+    transfer = context.transfer_config(
+        role, port=free_port(), folder=folder, lease_s=lease_s, policy=policy, load_s=load_s
+    )
     return ByteEngineSpec(
         role=role,
         geometry=geometry.id,
@@ -43,9 +49,7 @@ def byte_engine_spec(
         num_blocks=blocks * (KEEPING if role == "P" and cell in context.keeping else 1) + ROOM[role],
         max_model_len=longest,
         max_batched_tokens=2 * longest,
-        kv_transfer_config=context.transfer_config(
-            role, port=free_port(), folder=folder, lease_s=lease_s, policy=policy, load_s=load_s
-        ),
+        kv_transfer_config=inside_multi_connector(transfer, fake) if fake else transfer,
         environment=context.engine_environment(role) | lease_environment(context.subject, lease_s),
         layout=side.layout,
         cache_dtype=side.dtype,
@@ -59,6 +63,7 @@ def byte_engine_spec(
         handover=context.subject.way,
         save_delay=context.subject.save_delay,
         store=context.subject.is_store,
+        fake=fake,
     )
 
 

@@ -33,6 +33,7 @@ from pytest_kvconform.rigs.scenario import (
 AFTER = Transfer("after", (Prompt(tokens(19, seed=7)),))
 LONGEST = 240  # tokens: of one transfer, and of earlier ones that P keeps until their lease is over
 HELD = 8  # prompts that P and D hold at once: of a transfer, and of earlier ones
+Pair = tuple[FaultyEngineHandle, FaultyEngineHandle]
 LEASE_S = 2  # long enough for every read; NIXL's heartbeats prolong it by a third less
 COUNTING = Faults()  # no fault; `kvconform_fault` delays each transfer by 0 steps, and so counts it
 # Transfers of one cell that may end an engine or not end at all, before the rest is not tried. After each one
@@ -75,20 +76,20 @@ class FaultBench:
         self._beyond_lease: dict[tuple[Cell, str, int], tuple[str, ...]] = {}
         self._keeps: set[Cell] = set()  # cells in which P has kept a request beyond its lease
         self._loads: set[tuple[Cell, str]] = set()  # pairs of engines of which D has loaded AFTER each time
-        self._faultless: dict[tuple[Cell, str, int], FaultlessObservation] = {}
+        self._faultless: dict[tuple[Cell, str], FaultlessObservation] = {}
 
-    def means(self, cell: Cell, policy: str) -> FaultReport:
+    def means(self, cell: Cell, transfer: Transfer) -> FaultReport:
         """With what faults are set in the engines of a cell: NIXL agents, and hooks of the connector."""
-        return sum((_report(engine) for engine in self._engines(cell, policy)), FaultReport())
+        return sum((_report(engine) for engine in self._engines(cell, transfer)), FaultReport())
 
     def without_faults(self, cell: Cell, transfer: Transfer, longer: int = 0) -> FaultlessObservation:
         """The observation of a transfer without its faults; runs it on first use, once for each policy.
 
         `longer`: tokens that are added to each prompt. Raises Blocked if it cannot run.
         """
-        key = cell, transfer.policy, longer
+        key = cell, _word(transfer, longer)
         if key not in self._faultless:
-            p, d = self._engines(*key)
+            p, d = self._engines(cell, transfer, longer)
             self._faultless[key] = _observe_faultless(
                 lengthened(replace(transfer, faults=(), fails=False), longer),
                 p,
@@ -99,7 +100,7 @@ class FaultBench:
             if (found := self._faultless[key].transfer).failed or found.stuck:
                 sentence = found.failed.sentence if found.failed else found.stuck[0]
                 self._deaths.setdefault(cell, []).append(sentence)
-                self.pairs.end(cell, _word(transfer.policy, longer))
+                self.pairs.end(*key)
         return self._faultless[key]
 
     def observe(self, cell: Cell, transfer: Transfer, longer: int = 0) -> FaultObservation:
@@ -110,8 +111,8 @@ class FaultBench:
         """
         key = cell, transfer.name, longer
         if key not in self._observations:
-            p, d = self._engines(cell, transfer.policy, longer)
-            pair = cell, _word(transfer.policy, longer)
+            p, d = self._engines(cell, transfer, longer)
+            pair = cell, _word(transfer, longer)
             found = self._observations[key] = observe_faulty(
                 lengthened(transfer, longer),
                 p,
@@ -129,10 +130,10 @@ class FaultBench:
             if last.failed or last.stuck:
                 sentence = last.failed.sentence if last.failed else last.stuck[0]
                 self._deaths.setdefault(cell, []).append(sentence)
-                self.pairs.end(cell, _word(transfer.policy, longer))
+                self.pairs.end(*pair)
             elif is_full(p) and not self.context.has_long_lease(self._asked_lease_s):
                 self._beyond_lease[key] = self._wait_for_lease(cell, p, d, found.transfer)
-                self.pairs.end(cell, _word(transfer.policy, longer))
+                self.pairs.end(*pair)
         found = self._observations[key]
         self.context.shown_calls[:] = found.transfer.calls + (found.after.calls if found.after else ())
         return found
@@ -149,7 +150,7 @@ class FaultBench:
         if not {r.prefill.id for r in found.requests} & set(found.usage[0].requests):
             return ()
         self.context.require_short_lease(self._asked_lease_s)
-        return self._wait_for_lease(cell, *self._engines(cell, transfer.policy, longer), found)
+        return self._wait_for_lease(cell, *self._engines(cell, transfer, longer), found)
 
     def _wait_for_lease(
         self, cell: Cell, p: FaultyEngineHandle, d: FaultyEngineHandle, found: TransferObservation
@@ -183,22 +184,21 @@ class FaultBench:
         """Seconds of the lease that the suite asks for."""
         return self.context.asked_lease_s(LEASE_S)
 
-    def _engines(
-        self, cell: Cell, policy: str, longer: int = 0
-    ) -> tuple[FaultyEngineHandle, FaultyEngineHandle]:
+    def _engines(self, cell: Cell, transfer: Transfer, longer: int = 0) -> Pair:
         """P and D of a cell, running, after one transfer without faults. Raises Blocked."""
         self.context.require_known_handover("byte")
-        word = _word(policy, longer)
+        word = _word(transfer, longer)
         if cell in self._refused:
             raise Blocked(self._refused[cell], refused=True)
         if not self.pairs.running(cell, word) and len(deaths := self._deaths.get(cell, [])) >= DEATHS:
             raise Blocked(f"transfers of {cell} with faults failed {len(deaths)} times, last: {deaths[-1]}")
         try:
-            new = not self.pairs.running(cell, word)
+            new, lease_s = not self.pairs.running(cell, word), self._asked_lease_s
+            room = LONGEST + HELD * longer
             p, d = self.pairs.pair(
                 cell,
                 lambda role, tp, folder: byte_engine_spec(
-                    self.context, cell, role, LONGEST + HELD * longer, folder, self._asked_lease_s, policy
+                    self.context, cell, role, room, folder, lease_s, transfer.policy, fake=transfer.fake
                 ),
                 word,
             )
@@ -235,9 +235,9 @@ class FaultBench:
             )
 
 
-def _word(policy: str, longer: int) -> str:
+def _word(transfer: Transfer, longer: int) -> str:
     """The word of a pair of engines, see EnginePairs."""
-    return f"{policy} long" if longer else policy
+    return " ".join(filter(None, (transfer.policy, transfer.fake, "long" if longer else "")))
 
 
 def _means(*engines: FaultyEngineHandle) -> int:

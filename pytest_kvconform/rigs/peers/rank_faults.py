@@ -33,12 +33,14 @@ _asked: list[Faults] = []  # of the hook, since the faults were set
 
 def hook_of(connector: Any) -> Callable[[str, int, int], int] | None:
     """`kvconform_fault` of a worker half: (what, transfer, steps) -> transfers changed so far. None: it has
-    none.
+    none. MultiConnector has that of the first connector within it that has one.
     """
     if (own := getattr(connector, HOOK, None)) is not None:
         return own
     function = getattr(sys.modules[type(connector).__module__], HOOK, None)
-    return functools.partial(function, connector) if function is not None else None
+    if function is not None:
+        return functools.partial(function, connector)
+    return next(filter(None, map(hook_of, getattr(connector, "_connectors", ()))), None)
 
 
 def hook_has(faults: Faults) -> bool:

@@ -1,4 +1,4 @@
-"""A second connector for vLLM's MultiConnector. A case sets its answers. It moves nothing.
+"""The fake connector beside the subject in vLLM's MultiConnector, on a side. A case sets its answers.
 
     # MultiConnector([FakeConnector, the subject])
     side = rig.side("D", transfer=with_fake_connector("first"))
@@ -16,61 +16,15 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm.config import KVTransferConfig
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
-    KVConnectorMetadata,
-    SupportsHMA,
-)
 
+from pytest_kvconform.kv_config import inside_multi_connector
 from pytest_kvconform.rigs.hook_calls import LastCalls
 from pytest_kvconform.rigs.scheduler.recorder import Call, Recorder
 from pytest_kvconform.rigs.vllm_setup.hooks import FINISHED
+from pytest_kvconform.rigs.vllm_setup.stand_ins.fake_connector import FakeConnector
 
 if TYPE_CHECKING:
     from pytest_kvconform.rigs.scheduler.rig import Side
-
-
-class FakeConnector(KVConnectorBase_V1, SupportsHMA):
-    """The fake connector. A case sets its attributes.
-
-    `loads`: whether it announces all but the last token of the next request, to load between steps.
-    `none_answers`: how often it answers None before. `keeps`: whether it keeps the blocks of every request
-    that ends. `params`: the kv_transfer_params that it returns then.
-    """
-
-    loads, none_answers, keeps = False, 0, False
-    params: dict[str, Any] | None = None
-
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        if self.none_answers:
-            self.none_answers -= 1
-            return None, False
-        missing = request.num_tokens - 1 - num_computed_tokens if self.loads else 0
-        return (missing, True) if missing > 0 else (0, False)
-
-    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Announce no further load: each load is announced once."""
-        self.loads = self.loads and not num_external_tokens
-
-    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        return KVConnectorMetadata()
-
-    def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
-        return self.keeps, None if self.params is None else dict(self.params)
-
-    request_finished_all_groups = request_finished
-
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Nothing is loaded."""
-
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing is loaded."""
-
-    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        """Nothing is saved."""
-
-    def wait_for_save(self) -> None:
-        """Nothing is saved."""
 
 
 @dataclass(frozen=True)
@@ -95,23 +49,7 @@ def with_fake_connector(where: str) -> Callable[[KVTransferConfig], KVTransferCo
 
     `where`: "first" or "last", the place of the fake connector.
     """
-
-    def both(subject: KVTransferConfig) -> KVTransferConfig:
-        # MultiConnector passes its own
-        given = {name: value for name, value in asdict(subject).items() if name != "engine_id"}
-        fake = {
-            "kv_connector": "FakeConnector",
-            "kv_connector_module_path": __name__,
-            "kv_role": subject.kv_role,
-        }
-        return KVTransferConfig(
-            kv_connector="MultiConnector",
-            kv_role=subject.kv_role,
-            kv_load_failure_policy=subject.kv_load_failure_policy,
-            kv_connector_extra_config={"connectors": [fake, given] if where == "first" else [given, fake]},
-        )
-
-    return both
+    return lambda subject: KVTransferConfig(**inside_multi_connector(asdict(subject), where))
 
 
 def multi_connector_children(side: Side) -> tuple[Child, Child]:

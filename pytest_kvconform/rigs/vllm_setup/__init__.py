@@ -6,7 +6,8 @@
 | `preload` | what the zygote imports and does once before it forks |
 | `overrides` | every override of vLLM and of torch, one function each |
 | `cpu_layers` | layers in plain torch for engines on a CPU, where vLLM has kernels for GPUs alone |
-| `stand_ins` | a copy engine in host memory, and a device's number, in place of a GPU's |
+| `stand_ins` | a copy engine in host memory, and a device's number, in place of a GPU's; a fake connector |
+| `statistics` | the way of a connector's statistics through vLLM's front end, a process of its own |
 | `nixl_agents` | the overrides of NIXL |
 | `optional_packages` | imports of vLLM beside packages that were built for another torch, and without CUDA |
 | `engine_config` | the one builder of vLLM's engine configuration and KV cache configurations |
@@ -30,7 +31,7 @@ The way of one hand-over through this room:
    shows where the connector was when an engine died or hung.
 
 This room imports `rigs/processes`, `model_matrix`, vLLM, torch and NIXL. vLLM, torch and NIXL are imported
-inside functions, except in `forked_executor`, which only engines import.
+inside functions, except in `forked_executor` and `stand_ins/fake_connector`, which only engines import.
 """
 
 from pathlib import Path

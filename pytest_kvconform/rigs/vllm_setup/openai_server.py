@@ -7,6 +7,7 @@ imports everything again (15 s). `fork_engine_core` lets it fork.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import threading
@@ -31,6 +32,7 @@ def run(arguments: dict[str, Any], port: int, records: str) -> None:
 
     fork_engine_core()
     record_prompts(records)
+    add_up_statistics()
     server = compat.server_options()
     parser = server.make_arg_parser(FlexibleArgumentParser())
     options = ["--host", "127.0.0.1", "--port", str(port), "--uvicorn-log-level", "warning"]
@@ -80,6 +82,14 @@ class _Context(ForkContext):
     """What vLLM makes the process of its engine core with."""
 
     Process = _EngineCore
+
+
+def add_up_statistics() -> None:
+    """Let the front end add up and log statistics, as vLLM does unless it logs warnings alone.
+
+    StatLoggerManager (v1/metrics/loggers.py) asks for the level of its logger. What it logs is dropped.
+    """
+    logging.getLogger("vllm.v1.metrics.loggers").setLevel(logging.INFO)
 
 
 def record_prompts(path: str) -> None:

@@ -27,7 +27,7 @@ def require_faults(bench: Bench, transfer: Transfer) -> None:
     """Raise NotApplicable if the faults of a transfer cannot be set for the connector."""
     if is_store(bench):
         raise NotApplicable(NEEDS_FAULTS)
-    means = bench.faults.means(bench.cell, transfer.policy)
+    means = bench.faults.means(bench.cell, transfer)
     if not means.agents and not means.hooks:
         if bench.subject.module is None and bench.subject.connector.startswith("Nixl"):
             raise HarnessError("vLLM's own NIXL connector made no agent that the suite can control")

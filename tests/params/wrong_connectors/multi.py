@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from .right import Answer, Ended, Right, handed_over
@@ -84,3 +84,48 @@ class IsTheOnlyOne(Right):
 
     def get_handshake_metadata(self) -> Any:
         return super().get_handshake_metadata() if get_kv_transfer_group() is self else None
+
+
+class GivesUpWhatOthersLoad(Right):
+    """Reports a load as failed that it has announced, and that another connector makes."""
+
+    given: frozenset[str] = frozenset()
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        if handed_over(request) and not num_external_tokens:
+            self.given |= {request.request_id}
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        metadata = super().build_connector_meta(scheduler_output)
+        metadata.given, self.given = self.given, frozenset()
+        return metadata
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        found = super().get_transfer_results(finished_req_ids)
+        found.failed_recving |= self._get_connector_metadata().given
+        return found
+
+
+class ListsFailedBlocks(Right):
+    """Returns a list where nothing has failed."""
+
+    def get_block_ids_with_load_errors(self) -> Any:
+        return list(super().get_block_ids_with_load_errors())
+
+
+class ClosesTheGroup(Right):
+    """Closes the worker half that vLLM knows, which is MultiConnector where there is one."""
+
+    def shutdown(self) -> None:
+        if self.connector_worker is not None and has_kv_transfer_group():
+            get_kv_transfer_group().connector_worker.shutdown()
+        super().shutdown()
+
+
+class EndsTheProcess(Right):
+    """Ends its process when it is shut down."""
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        raise SystemExit(0)

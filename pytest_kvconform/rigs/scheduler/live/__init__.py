@@ -16,5 +16,6 @@ complete.
 | `ends` | whose doing it is that one of these processes has ended |
 | `clocks` | the clocks of a process, which a case may set |
 | `sizes` | what grows with the number of requests: containers of both halves, and open files |
+| `fake_loads` | what loads of the fake connector bring, beside the subject in MultiConnector |
 | `reports` | what a worker half reports must stay as it is until the scheduler has read it |
 """

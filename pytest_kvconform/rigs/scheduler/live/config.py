@@ -12,6 +12,7 @@ import torch
 from model_matrix.geometries import Geometry
 from model_matrix.variants import few_layers, speculating
 from pytest_kvconform.rigs.bytes.specs import over_tcp
+from pytest_kvconform.rigs.scheduler.fake_connector import with_fake_connector
 
 if TYPE_CHECKING:
     from pytest_kvconform.rigs.scheduler.rig import Rig
@@ -34,6 +35,7 @@ class LiveSpec:
     # how it speculates: "eagle3", with a draft model whose layer has KV, or "ngram", without; "": not at all
     method: str = ""
     policy: str = "fail"  # kv_load_failure_policy
+    fake: str = ""  # "first", "last": where a fake connector is beside the subject in MultiConnector
     data_parallel_rank: int = 0
     data_parallel_size: int = 1
 
@@ -52,12 +54,15 @@ def read_with_help() -> None:
 def live_config(rig: Rig, spec: LiveSpec) -> Any:
     """A VllmConfig of one rank, of the geometry that `live_geometry` gives."""
     host, role = rig.host, {"kv_role": "kv_both"} if spec.both else {}
-    return host.single_rank_config(
+    config = host.single_rank_config(
         spec.role,
         live_geometry(rig.geometry, spec),
         host.transfer(spec.role, spec.policy) | role,
         max_seqs=SEQUENCES,
     )
+    if spec.fake:
+        config.kv_transfer_config = with_fake_connector(spec.fake)(config.kv_transfer_config)
+    return config
 
 
 def live_geometry(geometry: Geometry, spec: LiveSpec) -> Geometry:
