@@ -280,9 +280,9 @@ def version(*distributions: str) -> str | None:
 # ---- what is missing --------------------------------------------------------------------------------------
 
 
-def undeclared(declared: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the features of the list that a declaration does not name."""
-    return tuple(name for name in features.load() if name not in declared)
+def undeclared(declared: Mapping[str, str], known: Sequence[str] = ()) -> tuple[str, ...]:
+    """Return the features that a declaration does not name. `known`: the list; (): that of this suite."""
+    return tuple(name for name in known or features.load() if name not in declared)
 
 
 def block_to_paste(declared: Mapping[str, str]) -> str:

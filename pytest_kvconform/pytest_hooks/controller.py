@@ -237,17 +237,14 @@ class Controller:
         return self._report
 
     def _document(self) -> document.Report:
-        return document.make_report(
+        return document.report_of_plan(
             self.settings,
             self._declared,
             msgspec.json.decode(self.runner.link.facts),
             self._results,
             self._selected,
-            self.runner.plan().manifest,
+            self.runner.plan(),
             sorted(self._troubles),
-            self.runner.plan().limited,
-            self.runner.plan().not_installed,
-            self.runner.plan().elsewhere,
         )
 
     def _close(self) -> list[str]:

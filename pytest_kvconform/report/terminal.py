@@ -174,10 +174,12 @@ def _causes(causes: Sequence[Cause], outcome: Outcome, word: str, most: int) -> 
 
 
 def _features(rows: Sequence[FeatureResult], width: int) -> list[str]:
-    """Return a line for each pair of declared and observed, and one for each wrong declaration."""
+    """Return a line for each pair of declared and observed, one for each wrong declaration, and one for the
+    features that are declared supported and that no selected case has tested.
+    """
     groups: dict[tuple[str, str], list[str]] = {}
     for row in rows:
-        if row.cases:  # a feature that no case of this run needs is only in the report
+        if row.cases and row.observed != "not selected":
             groups.setdefault((row.declared, row.observed), []).append(row.name)
     order = sorted(groups.items(), key=lambda group: (not _surprises(*group[0]), -len(group[1])))
     lines = [("declared", "observed", "features")] if groups else []
@@ -186,6 +188,8 @@ def _features(rows: Sequence[FeatureResult], width: int) -> list[str]:
     widths = [max((len(line[n]) for line in lines), default=0) for n in range(2)]
     texts = [f"{line[0].ljust(widths[0])}  {line[1].ljust(widths[1])}  {line[2]}" for line in lines]
     texts += [f"  {row.rule}: {row.sentence}" for row in rows if row.rule][:_MOST_WRONG]
+    if names := [row.name for row in rows if (row.declared, row.observed) == ("supported", "not selected")]:
+        texts.append(f"not tested in this selection: {' '.join(names)}")
     return [line for text in texts for line in _wrap(text, width)]
 
 
