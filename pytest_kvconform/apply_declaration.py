@@ -25,7 +25,6 @@ import msgspec
 
 from pytest_kvconform import features
 from pytest_kvconform.declaration import KnownFailure
-from pytest_kvconform.kv_config import SAME_ENGINE
 from pytest_kvconform.result import CaseResult, Finding, Outcome
 
 REFUSED_THOUGH_SUPPORTED = "KV-DECLARE-001"
@@ -40,16 +39,11 @@ _DEPENDS_ON_CELL = re.compile(r"depends on kv::\S+::engines_start\[|an engine of
 Observed = Literal["works", "fails", "refused", "blocked", "not looked at", "not selected"]
 
 
-# Profile -> features that no case can test: an abort of a load takes a second engine, or a peer.
-UNTESTED = {SAME_ENGINE: ("abort",)}
-
-
 class Criteria(msgspec.Struct, frozen=True, kw_only=True):
     """What decides the verdict of a run besides the results of its cases."""
 
     features: dict[str, str]  # declared: name -> why it is not supported, "" if it is supported
     known: tuple[KnownFailure, ...] = ()
-    profile: str = ""  # of the connector
     claim: bool = False  # the run must be complete: nothing left out, no hidden ability, no known failure
     left_out: int = 0  # cases of the manifest that were not selected, for no shard
     left_out_features: tuple[str, ...] = ()  # that a case needs which was not selected for this shard

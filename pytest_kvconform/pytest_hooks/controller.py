@@ -288,7 +288,8 @@ class Controller:
             return
         unicode = terminal.can_show(sys.__stdout__, "✓✗·×")
         self._write_warnings(terminalreporter)
-        if self._results and (block := block_to_paste(self.runner.subject.features)):
+        subject = self.runner.subject
+        if self._results and (block := block_to_paste(subject.features, subject.profile)):
             terminalreporter.write_sep("=", "to declare in pyproject.toml")
             terminalreporter.write_line(block if unicode else terminal.to_ascii(block))
         title = terminal.title(self._report)

@@ -221,7 +221,6 @@ def criteria_of(report: Report) -> Criteria:
         known_features=report.manifest.features if report.manifest else tuple(row.name for row in rows),
         features=subject.features,
         known=subject.known,
-        profile=subject.profile,
         claim=claim,
         left_out=report.selection.left_out,
         left_out_features=_left_out_features(report),
