@@ -295,6 +295,14 @@ def check_possible(declared: Mapping[str, str], profile: str, place: str) -> Non
             )
 
 
+def with_impossible(declared: Mapping[str, str], profile: str) -> dict[str, str]:
+    """Return a declaration without what no connector of this profile can have: the user names a profile that
+    the declaration was not made for.
+    """
+    known = features.load()
+    return {name: why or known[name].impossible.get(profile, "") for name, why in declared.items()}
+
+
 def block_to_paste(declared: Mapping[str, str], profile: str = "") -> str:
     """Return the features that are not declared as TOML to paste into pyproject.toml; "" if all are declared.
 

@@ -230,12 +230,17 @@ def criteria_of(report: Report) -> Criteria:
 
 
 def _left_out_features(report: Report) -> tuple[str, ...]:
-    """Return the features that a case needs which was not selected, or which another shard runs."""
+    """Return the features that a case needs which was not selected, or which another shard runs, and those
+    that no case of the matrix needs.
+    """
     if report.manifest is None:  # of an earlier suite, which judged no feature of a shard
         return tuple(report.subject.features) if report.selection.elsewhere else ()
     left_out = {*report.selection.manifest}.difference(report.selection.selected)
-    groups = (group for group in report.manifest.cases if not left_out.isdisjoint(group.ids))
-    return tuple(sorted({name for group in groups for name in group.features}))
+    found = {*report.manifest.features}.difference(*(group.features for group in report.manifest.cases))
+    for group in report.manifest.cases:
+        if not left_out.isdisjoint(group.ids):
+            found.update(group.features)
+    return tuple(sorted(found))
 
 
 def encode(report: Report) -> bytes:

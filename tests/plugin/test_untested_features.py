@@ -106,3 +106,10 @@ def test_merged_shards_are_judged_as_the_whole_run(kv, capsys):
     capsys.readouterr()
     assert cli.main(["merge", *paths, "--report=whole"]) == 10
     assert INCOMPLETE in capsys.readouterr().out
+
+
+def test_a_whole_run_names_what_its_matrix_has_no_case_for(kv):
+    run = kv()
+    [line] = [line for line in run.lines if line.startswith("not tested in this ")]
+    assert line.startswith("not tested in this matrix: mla mamba-state ")
+    assert (observed(run, "mla"), run.word) == ("not selected", "CONFORMS")
