@@ -18,14 +18,13 @@ known failure matches it; the reason then names the issue.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
 
 from pytest_kvconform import features
 from pytest_kvconform.declaration import KnownFailure
-from pytest_kvconform.kv_config import SAME_ENGINE
 from pytest_kvconform.result import CaseResult, Finding, Outcome
 
 REFUSED_THOUGH_SUPPORTED = "KV-DECLARE-001"
@@ -36,11 +35,8 @@ AND_THE_CASE = ", and the case "  # after it: why the case was BLOCKED, before t
 # Reasons of a case that was BLOCKED because another case of its cell failed.
 _DEPENDS_ON = re.compile(r"depends on |an engine of \S+ failed before")
 _DEPENDS_ON_CELL = re.compile(r"depends on kv::\S+::engines_start\[|an engine of \S+ failed before")
-Observed = Literal["works", "fails", "refused", "blocked", "not looked at"]
-
-
-# Profile -> features that no case can test: an abort of a load takes a second engine, or a peer.
-UNTESTED = {SAME_ENGINE: ("abort",)}
+# "not selected": no case that ran tests the feature, and cases that were left out need it
+Observed = Literal["works", "fails", "refused", "blocked", "not looked at", "not selected"]
 
 
 class Criteria(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,9 +44,10 @@ class Criteria(msgspec.Struct, frozen=True, kw_only=True):
 
     features: dict[str, str]  # declared: name -> why it is not supported, "" if it is supported
     known: tuple[KnownFailure, ...] = ()
-    profile: str = ""  # of the connector
     claim: bool = False  # the run must be complete: nothing left out, no hidden ability, no known failure
     left_out: int = 0  # cases of the manifest that were not selected, for no shard
+    left_out_features: tuple[str, ...] = ()  # that a case needs which was not selected for this shard
+    known_features: tuple[str, ...] = ()  # the closed list of the suite that made the run; (): this one's
     shard: str = ""  # which part of the run the results are, "2/4"; "": all of it
     should: tuple[str, ...] = ()  # ids of the rules of strength SHOULD: who breaks one gets a warning
 
@@ -192,10 +189,12 @@ def shown_finding(result: CaseResult) -> Finding | None:
 
 def feature_results(results: Sequence[CaseResult], criteria: Criteria) -> tuple[FeatureResult, ...]:
     """Return one row for each feature of the list, in the order of the list."""
-    return tuple(_feature_result(name, results, criteria.features) for name in features.load())
+    names = criteria.known_features or features.load()
+    return tuple(_feature_result(name, results, criteria) for name in names)
 
 
-def _feature_result(name: str, results: Sequence[CaseResult], declared: Mapping[str, str]) -> FeatureResult:
+def _feature_result(name: str, results: Sequence[CaseResult], criteria: Criteria) -> FeatureResult:
+    declared = criteria.features
     mine = [result for result in results if name in result.features]
     # A case that also needs another unsupported feature may be refused, or may fail, because of that
     # feature. Such a case counts only if this feature is unsupported too and no other case needs it.
@@ -206,6 +205,8 @@ def _feature_result(name: str, results: Sequence[CaseResult], declared: Mapping[
     ]
     why = declared.get(name)
     observed = _observe(name, alone or (mine if why else ()), bool(why))
+    if observed == "not looked at" and name in criteria.left_out_features:
+        observed = "not selected"
     rule, sentence = "", ""
     if why == "" and observed == "refused":
         rule = REFUSED_THOUGH_SUPPORTED

@@ -26,12 +26,14 @@ from pytest_kvconform.claims.commands import (
 from pytest_kvconform.report import check, document, page
 from pytest_kvconform.report.answer import escaped, print_lines, write_no_more
 from pytest_kvconform.report.merge import BadShards
+from pytest_kvconform.report.origin import manifest
 from pytest_kvconform.rules import clauses
 from pytest_kvconform.rules.levels import LEVELS
 from pytest_kvconform.settings import OPTIONS, BadSetting, Settings
 from pytest_kvconform.settings.parsers import did_you_mean
 from pytest_kvconform.shards.commands import add_matrix_arguments, print_matrix, print_merged
 
+_MANIFEST = "manifest"
 _REPORT = f"report.json, or its folder, such as {Settings.report}"
 
 
@@ -78,13 +80,18 @@ def _parser() -> argparse.ArgumentParser:
         lambda options: doctor.main(),
         "print what is installed, what can run here, and what is missing",
     )
-    one = command("list", _list, "list cases, rules, levels, clauses, families, features or settings")
-    one.add_argument("what", choices=sorted(_LISTS))
+    one = command(
+        "list",
+        _list,
+        "list cases, rules, levels, clauses, families, features or settings; manifest: all cases with what "
+        "belongs to them, as JSON",
+    )
+    one.add_argument("what", choices=[*sorted(_LISTS), _MANIFEST])
     one.add_argument(
         "--matrix",
         choices=EVERY_MATRIX,
         default="quick",
-        help="for cases and families (default: %(default)s)",
+        help="for cases, families and the manifest (default: %(default)s)",
     )
     one = command(
         "explain",
@@ -135,6 +142,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _list(options: argparse.Namespace) -> int:
+    if options.what == _MANIFEST:
+        print(manifest.of_suite(options.matrix).json.decode())
+        return 0
     for row in _columns(_LISTS[options.what](options.matrix)):
         print(row)
     return 0
@@ -256,18 +266,7 @@ def _rule_of_case(name: str) -> str:
 def _verify(options: argparse.Namespace) -> int:
     if is_claim(options.report):
         return print_verified(options.report)
-    report = document.read(options.report)
-    if sentences := check.sentences(options.report, report):
-        print_lines(sentences)
-        return 1
-    if report.suite != __version__:
-        print(
-            f"the report was written by suite {escaped(report.suite)}, and this is suite {__version__}: "
-            "the manifest is not compared",
-            file=sys.stderr,
-        )
-    print(f"{report.verdict.word}: the verdict follows from the {len(report.results)} results of the report")
-    return 0
+    return check.print_checked(options.report)
 
 
 def _html(options: argparse.Namespace) -> int:

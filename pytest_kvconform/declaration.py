@@ -280,20 +280,43 @@ def version(*distributions: str) -> str | None:
 # ---- what is missing --------------------------------------------------------------------------------------
 
 
-def undeclared(declared: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the features of the list that a declaration does not name."""
-    return tuple(name for name in features.load() if name not in declared)
+def undeclared(declared: Mapping[str, str], known: Sequence[str] = ()) -> tuple[str, ...]:
+    """Return the features that a declaration does not name. `known`: the list; (): that of this suite."""
+    return tuple(name for name in known or features.load() if name not in declared)
 
 
-def block_to_paste(declared: Mapping[str, str]) -> str:
+def check_possible(declared: Mapping[str, str], profile: str, place: str) -> None:
+    """Raise BadSetting for a feature that is declared true, and that no connector of the profile can have."""
+    for name, why in declared.items():
+        if not why and (reason := features.load()[name].impossible.get(profile)):
+            raise BadSetting(
+                f"{place}.{name} is true, but the profile is {profile}: {reason}; write "
+                f'{name} = {{ unsupported = "{reason}" }}'
+            )
+
+
+def with_impossible(declared: Mapping[str, str], profile: str) -> dict[str, str]:
+    """Return a declaration without what no connector of this profile can have: the user names a profile that
+    the declaration was not made for.
+    """
+    known = features.load()
+    return {name: why or known[name].impossible.get(profile, "") for name, why in declared.items()}
+
+
+def block_to_paste(declared: Mapping[str, str], profile: str = "") -> str:
     """Return the features that are not declared as TOML to paste into pyproject.toml; "" if all are declared.
 
-    TOML does not allow a table twice, so the text names an existing table to add to.
+    TOML does not allow a table twice, so the text names an existing table to add to. `profile`: of the
+    connector, which cannot have every feature.
     """
     missing = undeclared(declared)
     if not missing:
         return ""
     head = "# add to [tool.kvconform.features]" if declared else "[tool.kvconform.features]"
     width = max(map(len, missing))
-    rows = [f"{name.ljust(width)} = true # {features.load()[name].meaning}" for name in missing]
+    known, rows = features.load(), []
+    for name in missing:
+        reason = known[name].impossible.get(profile)
+        value = f'{{ unsupported = "{reason}" }}' if reason else f"true # {known[name].meaning}"
+        rows.append(f"{name.ljust(width)} = {value}")
     return "\n".join([head, '# true, or { unsupported = "why" }', *rows])

@@ -68,6 +68,7 @@ class Feature(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cases: tuple[str, ...] = ()
     shown_by_load: bool = False
     refusable: bool = True
+    impossible: dict[str, str] = {}
 
     @property
     def of_cell_alone(self) -> bool:

@@ -71,6 +71,7 @@ class PlannedCase:
 class Plan:
     """The cases of a run."""
 
+    every: tuple[PlannedCase, ...]  # of the matrix
     selected: tuple[PlannedCase, ...]  # by the settings and the kv:: arguments
     manifest: tuple[str, ...]  # ids of all cases of the matrix that can run here, sorted
     # ids of the others, with the known limit of vLLM on this machine, or the minors for which the rule holds
@@ -165,6 +166,7 @@ def make_plan(settings: Settings, arguments: Sequence[str], lacking: Sequence[st
     except ValueError as error:
         raise BadSetting(f"--kv-shard={settings.shard}: {error}") from None
     return Plan(
+        tuple(every),
         tuple(mine),
         tuple(sorted({planned.id for planned in [*every, *selected]} - out)),
         tuple(sorted(limited.items())),

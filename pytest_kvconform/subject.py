@@ -123,6 +123,10 @@ def resolve(settings: Settings, root: Path | None = None) -> Subject:
             else f"--kv-declare: {settings.declare}: handover"
         )
         raise BadSetting(f"{place} is {handover!r}, but a store hands nothing over: leave it out")
+    table = f"--kv-declare: {settings.declare}: " if settings.declare else "pyproject.toml: tool.kvconform."
+    declaration.check_possible(declared.features, profile, f"{table}features")
+    bundled_features = declaration.read_features(bundled.features, f"{name}.toml: features")
+    features = declaration.with_impossible(bundled_features, profile) | declared.features
     services = (*bundled.services_for(name, config, declared.services), *declared.services)
     check_placeholders(config, [service.name for service in services], "--kv-config")
     check_engine_values(config, "--kv-config")
@@ -158,7 +162,7 @@ def resolve(settings: Settings, root: Path | None = None) -> Subject:
         packages=bundled.packages,
         exempt=bundled.exempt,
         services=services,
-        features=declaration.read_features(bundled.features, f"{name}.toml: features") | declared.features,
+        features=features,
         known=declared.known,
     )
 

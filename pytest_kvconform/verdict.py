@@ -18,7 +18,6 @@ from typing import Literal
 import msgspec
 
 from pytest_kvconform.apply_declaration import (
-    UNTESTED,
     WORKS_THOUGH_UNSUPPORTED,
     Criteria,
     FeatureResult,
@@ -288,17 +287,18 @@ def _declaration_mistake(
                 f"{change}"
             )
     needed = {name for result in results for name in result.features}
-    if missing := [name for name in undeclared(criteria.features) if name in needed or not level]:
+    names = undeclared(criteria.features, criteria.known_features)
+    if missing := [name for name in names if name in needed or not level]:
         shown = ", ".join(missing[:4]) + (", ..." if len(missing) > 4 else "")
         count = f"{len(missing)} features are" if len(missing) > 1 else "1 feature is"
         return f"{count} not declared ({shown}): add the lines printed above to [tool.kvconform.features]"
-    tested, untested = load_features(), UNTESTED.get(criteria.profile, ())
+    tested = load_features()
     for name, why in criteria.features.items():
-        if (level and name in tested and tested[name].level != level) or name in untested:
-            continue  # cases of the feature's own level test it, or none does
+        if level and name in tested and tested[name].level != level:
+            continue  # cases of the feature's own level test it
         mine = [result for result in results if name in result.features]
         outcomes = {result.case_outcome or result.outcome for result in mine}
-        if why == "" and outcomes == {Outcome.NOT_APPLICABLE} and not criteria.shard:
+        if why == "" and outcomes == {Outcome.NOT_APPLICABLE} and name not in criteria.left_out_features:
             return f"{name} is declared supported, but no case could test it: {mine[0].reason}"
     if criteria.claim:
         for result in results:

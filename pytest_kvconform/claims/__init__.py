@@ -19,5 +19,5 @@ _FREE = ("connector", *CONNECTOR_SETTINGS, "device", "hide_cpu", "claim", "seed"
 
 
 def is_fixed(setting: str) -> bool:
-    """Whether a claim has the default of a setting, which is a field of `Settings`."""
-    return setting not in _FREE
+    """Whether a claim has the default of a setting: a field of `Settings`, or its key."""
+    return setting.replace("-", "_") not in _FREE

@@ -8,14 +8,13 @@ drawing. The predicate is the claim in short, for the input `predicate-path` of 
 from __future__ import annotations
 
 import datetime
-import hashlib
 import html
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pytest_kvconform.claims import DAYS
-from pytest_kvconform.report.document import FILE, Report, encode
+from pytest_kvconform.report.document import FILE, Report
 from pytest_kvconform.rules.levels import LEVELS
 
 PREDICATE = "predicate.json"
@@ -50,9 +49,12 @@ def levels(reports: Sequence[Report]) -> dict[str, str]:
     return found
 
 
-def files(reports: Mapping[int, Report]) -> dict[str, bytes]:
-    """Return name -> content of each file of a claim besides its reports: seed -> report."""
-    predicate = _predicate(reports)
+def files(reports: Mapping[int, Report], hashes: Mapping[int, str]) -> dict[str, bytes]:
+    """Return name -> content of each file of a claim besides its reports: seed -> report.
+
+    `hashes`: seed -> SHA-256 of the file of the report.
+    """
+    predicate = _predicate(reports, hashes)
     return badges(predicate) | {PREDICATE: as_json(predicate)}
 
 
@@ -73,12 +75,13 @@ def badges(predicate: Mapping[str, Any]) -> dict[str, bytes]:
     return made
 
 
-def _predicate(reports: Mapping[int, Report]) -> dict[str, Any]:
+def _predicate(reports: Mapping[int, Report], hashes: Mapping[int, str]) -> dict[str, Any]:
     runs = list(reports.values())
     first, facts = runs[0], runs[0].facts or {}
     return {
         "schema": _SCHEMA,
         "suite": first.suite,
+        **({"commits": first.commits} if first.commits else {}),
         "connector": first.subject.spec,
         "config": first.subject.config,
         **{name: facts.get(name) for name in ("vllm", "device", "kernels")},
@@ -91,7 +94,7 @@ def _predicate(reports: Mapping[int, Report]) -> dict[str, Any]:
                 "seed": seed,
                 "day": str(report.day),
                 "verdict": report.verdict.word,
-                FILE: {"sha256": hashlib.sha256(encode(report)).hexdigest()},
+                FILE: {"sha256": hashes[seed]},
             }
             for seed, report in reports.items()
         ],

@@ -12,6 +12,7 @@ from pytest_kvconform.claims.reports import is_claim as is_claim
 from pytest_kvconform.report.answer import print_lines
 from pytest_kvconform.report.document import BadReport, Report
 from pytest_kvconform.report.files import write_file
+from pytest_kvconform.report.origin.compare import made_by
 
 _FOLDER = "kv-claim"
 CLAIM_HELP = f"folder that kvconform claim has written, such as {_FOLDER}"
@@ -42,7 +43,7 @@ def print_badges(options: argparse.Namespace) -> int:
     found = reports.read(claim)
     if sentence := next(_problems(claim, found), ""):
         raise BadReport(sentence)
-    made = badge.files(found)
+    made = badge.files(found, reports.hashes(claim))
     for path in _present(claim):
         if path.name not in made:
             path.unlink()  # of a claim that was here before
@@ -59,6 +60,7 @@ def print_verified(claim: Path) -> int:
         return 1
     words = ", ".join(f"{level} {word}" for level, word in badge.levels(list(found.values())).items())
     print(f"{words}: the {len(_present(claim))} files follow from the {len(found)} reports of the claim")
+    print_lines(made_by(found[SEEDS[0]]))
     return 0
 
 
@@ -80,7 +82,14 @@ def register(options: argparse.Namespace) -> int:
     found = reports.read(options.claim)
     if sentence := next(_doubts(options.claim, found), ""):
         raise BadReport(sentence)
-    name, content = registry.make(found, options.project, options.commit, options.reproduce, options.output)
+    name, content = registry.make(
+        found,
+        reports.hashes(options.claim),
+        options.project,
+        options.commit,
+        options.reproduce,
+        options.output,
+    )
     print(_write(options.output / name, content))
     return 0
 
@@ -97,7 +106,7 @@ def _doubts(claim: Path, found: Mapping[int, Report]) -> Iterator[str]:
     if sentences := list(_problems(claim, found)):
         yield from sentences
         return
-    made = badge.files(found)
+    made = badge.files(found, reports.hashes(claim))
     for path in _present(claim):
         if path.read_bytes() != made.get(path.name):
             yield f"{path} does not follow from the reports: write it again with kvconform badge"

@@ -53,6 +53,7 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     schema: Literal["kvconform-claim/v1"]
     suite: str
+    commits: dict[str, str] = {}  # of the suite and of the connector's package, as far as they are known
     connector: str
     config: dict[str, Any]
     vllm: str
@@ -82,13 +83,18 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 def make(
-    reports: Mapping[int, Report], project: str, commit: str, reproduce: str, folder: Path
+    reports: Mapping[int, Report],
+    hashes: Mapping[int, str],
+    project: str,
+    commit: str,
+    reproduce: str,
+    folder: Path,
 ) -> tuple[str, bytes]:
     """Return name and content of the entry of a claim that was verified, for a folder.
 
     Raises BadReport, also for an entry that would take the place of one of another project or of a newer one.
     """
-    predicate = msgspec.json.decode(badge.files(reports)[badge.PREDICATE])
+    predicate = msgspec.json.decode(badge.files(reports, hashes)[badge.PREDICATE])
     raw = {"project": project, "commit": commit, "reproduce": reproduce, "claim": predicate}
     entry = _convert(msgspec.json.encode(raw), "the entry")
     if (path := folder / entry.file).exists():
@@ -132,6 +138,8 @@ def _problems(entry: Entry) -> Iterator[str]:
             yield f"{place} is {value!r}, which does not fit {pattern}"
         if not value.isprintable():  # a browser would obey or hide such a character
             yield f"{place} is {value!a}, which has a character that is not printable"
+    if (known := claim.commits.get("connector", entry.commit)) != entry.commit:
+        yield f"commit is {entry.commit}, but the claim was made with the connector of {known}"
     if unknown := sorted({*claim.levels} - {*LEVELS}):
         yield f"claim.levels: there is no level {unknown[0]!r}"
     if not claim.levels:

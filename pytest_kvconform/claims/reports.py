@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from pytest_kvconform import __version__
 from pytest_kvconform.claims import SEEDS, is_fixed
 from pytest_kvconform.report import check, document
 from pytest_kvconform.report.document import BadReport, Report
 from pytest_kvconform.report.merge import differences
-from pytest_kvconform.settings import OPTIONS
+from pytest_kvconform.report.origin.commits import is_commit, lacks_commit, needs_commit
 
 _OF_A_RUN = ("seed", "report", "html")  # settings that differ between the runs of a claim
 
@@ -34,11 +34,18 @@ def read(claim: Path) -> dict[int, Report]:
     return {seed: document.read(folder_of(claim, seed)) for seed in SEEDS}
 
 
+def hashes(claim: Path) -> dict[int, str]:
+    """Return seed -> the SHA-256 of the file of its report. Another suite would write other bytes."""
+    files = {seed: folder_of(claim, seed) / document.FILE for seed in SEEDS}
+    return {seed: hashlib.sha256(file.read_bytes()).hexdigest() for seed, file in files.items()}
+
+
 def problems(claim: Path, reports: Mapping[int, Report]) -> Iterator[str]:
     """Yield a sentence for each reason why the reports have no badges."""
     for seed, report in reports.items():
         path = folder_of(claim, seed)
-        for sentence in (*_no_claim(seed, report), *check.sentences(path, report)):
+        wrong, unknown = check.sentences(path, report)
+        for sentence in (*_no_claim(seed, report), *wrong, *filter(None, [unknown])):
             yield f"{path}: {sentence}"
     first = folder_of(claim, SEEDS[0])
     for seed in SEEDS[1:]:
@@ -50,14 +57,14 @@ def _no_claim(seed: int, report: Report) -> Iterator[str]:
     """Yield why one report is not that of a claim with this seed."""
     values = {key: setting.value for key, setting in report.settings.items()}
     facts, selection = report.facts or {}, report.selection
-    if report.suite != __version__:
-        yield f"suite {report.suite} wrote the report, and this is suite {__version__}: install that one"
     if values.get("claim") is not True:
         yield "the run was no claim: start it with kvconform claim"
-    for option in OPTIONS:
-        value, default = values.get(option.key), option.default
-        if is_fixed(option.name) and value != (list(default) if option.repeatable else default):
-            yield f"setting {option.key} is {value!r}, and a claim has the default"
+    for key, default in report.manifest.settings.items() if report.manifest else ():
+        if is_fixed(key) and (value := values.get(key)) != default:
+            yield f"setting {key} is {value!r}, and a claim has the default"
+    commit = report.commits.get("suite", "")
+    if report.manifest and needs_commit(report.suite) and not is_commit(commit):
+        yield f"its suite {report.suite} is of no release, and has {lacks_commit(commit)}"
     if values.get("seed") != seed:
         yield f"its seed is {values.get('seed')}, not {seed}"
     if not_run := len({*selection.manifest}.difference(result.id for result in report.results)):

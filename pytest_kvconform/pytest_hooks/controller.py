@@ -237,17 +237,14 @@ class Controller:
         return self._report
 
     def _document(self) -> document.Report:
-        return document.make_report(
+        return document.report_of_plan(
             self.settings,
             self._declared,
             msgspec.json.decode(self.runner.link.facts),
             self._results,
             self._selected,
-            self.runner.plan().manifest,
+            self.runner.plan(),
             sorted(self._troubles),
-            self.runner.plan().limited,
-            self.runner.plan().not_installed,
-            self.runner.plan().elsewhere,
         )
 
     def _close(self) -> list[str]:
@@ -291,7 +288,8 @@ class Controller:
             return
         unicode = terminal.can_show(sys.__stdout__, "✓✗·×")
         self._write_warnings(terminalreporter)
-        if self._results and (block := block_to_paste(self.runner.subject.features)):
+        subject = self.runner.subject
+        if self._results and (block := block_to_paste(subject.features, subject.profile)):
             terminalreporter.write_sep("=", "to declare in pyproject.toml")
             terminalreporter.write_line(block if unicode else terminal.to_ascii(block))
         title = terminal.title(self._report)

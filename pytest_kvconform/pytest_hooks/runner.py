@@ -139,7 +139,6 @@ class CaseRunner:
         return Criteria(
             features=self.subject.features,
             known=self.subject.known,
-            profile=self.subject.profile,
             claim=self.settings.claim,
             should=rules.should(self.rules),
         )

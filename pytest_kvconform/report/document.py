@@ -17,8 +17,11 @@ import msgspec
 from pytest_kvconform import __version__, declaration, features, rules
 from pytest_kvconform.apply_declaration import Criteria
 from pytest_kvconform.declaration import version
+from pytest_kvconform.plan import Plan
 from pytest_kvconform.report.digest import KEY, digest
 from pytest_kvconform.report.files import write_file
+from pytest_kvconform.report.origin import commits
+from pytest_kvconform.report.origin.manifest import Manifest, of_cases
 from pytest_kvconform.result import CaseResult
 from pytest_kvconform.settings import OPTIONS, Settings
 from pytest_kvconform.subject import Subject
@@ -78,6 +81,9 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     schema: Literal["kvconform/v1"] = "kvconform/v1"
     suite: str  # version of pytest-kvconform
+    # of the suite and of the connector's package, "suite" and "connector", as far as they are known
+    commits: dict[str, str] = {}
+    manifest: Manifest | None = None  # of the suite, for this matrix; None: the suite was an earlier one
     day: datetime.date | None = None  # of UTC, on which the run ended; None: the suite was an earlier one
     digest: str = ""  # of the rest of the file, see digest.py; set when the report is written
     environment: dict[str, str | None]  # python, platform, and installed versions; None: not installed
@@ -102,17 +108,22 @@ def make_report(
     limited: Sequence[tuple[str, object]] = (),
     not_installed: Sequence[str] = (),
     elsewhere: Sequence[str] = (),
+    of_suite: Manifest | None = None,
 ) -> Report:
     """Return the report of a run, with its verdict.
 
     `limited`: ids of cases that are left out, with the reason: see KnownLimit. `not_installed`: ids of cases
     that are left out because packages are not installed. `elsewhere`: ids of cases that other shards run.
+    `of_suite`: every case of the matrix, with what belongs to it.
     """
+    named = {"suite": commits.of_suite(), "connector": commits.of_connector((facts or {}).get("file", ""))}
     limits: dict[str, list[str]] = {}
     for name, limit in limited:
         limits.setdefault(str(limit), []).append(name)
     report = Report(
         suite=__version__,
+        commits={name: commit for name, commit in named.items() if commit},
+        manifest=of_suite,
         day=declaration.today(),
         environment=environment(),
         settings={
@@ -136,6 +147,31 @@ def make_report(
         verdict=decide_verdict(()),
     )
     return with_verdict(report)
+
+
+def report_of_plan(
+    settings: Settings,
+    subject: Subject,
+    facts: dict[str, Any] | None,
+    results: Sequence[CaseResult],
+    selected: Sequence[str],
+    plan: Plan,
+    troubles: Sequence[str],
+) -> Report:
+    """Return the report of a run of this plan, see `make_report`."""
+    return make_report(
+        settings,
+        subject,
+        facts,
+        results,
+        selected,
+        plan.manifest,
+        troubles,
+        plan.limited,
+        plan.not_installed,
+        plan.elsewhere,
+        of_cases(plan.every, rules.load()),
+    )
 
 
 def with_verdict(report: Report) -> Report:
@@ -166,6 +202,11 @@ def recompute_verdict(report: Report) -> Verdict:
     return decide_verdict(report.results, report.selection.selected, report.troubles, criteria_of(report))
 
 
+def is_of_this_suite(report: Report) -> bool:
+    """Whether this suite made a report, as far as version and commit tell."""
+    return report.suite == __version__ and report.commits.get("suite", "") == commits.of_suite()
+
+
 def shard_of(report: Report) -> str:
     """Return which part of a run the report is, `2/4`; "" if it is a whole run."""
     setting = report.settings.get("shard")  # a report of an earlier suite has none
@@ -175,15 +216,31 @@ def shard_of(report: Report) -> str:
 def criteria_of(report: Report) -> Criteria:
     """Return the criteria of the verdict that the report holds."""
     subject, claim = report.subject, report.settings["claim"].value is True
+    rows = report.verdict.features  # of a suite that wrote no manifest
     return Criteria(
+        known_features=report.manifest.features if report.manifest else tuple(row.name for row in rows),
         features=subject.features,
         known=subject.known,
-        profile=subject.profile,
         claim=claim,
         left_out=report.selection.left_out,
+        left_out_features=_left_out_features(report),
         shard=shard_of(report) if report.selection.elsewhere else "",  # 1/1 is the whole run
         should=report.should,
     )
+
+
+def _left_out_features(report: Report) -> tuple[str, ...]:
+    """Return the features that a case needs which was not selected, or which another shard runs, and those
+    that no case of the matrix needs.
+    """
+    if report.manifest is None:  # of an earlier suite, which judged no feature of a shard
+        return tuple(report.subject.features) if report.selection.elsewhere else ()
+    left_out = {*report.selection.manifest}.difference(report.selection.selected)
+    found = {*report.manifest.features}.difference(*(group.features for group in report.manifest.cases))
+    for group in report.manifest.cases:
+        if not left_out.isdisjoint(group.ids):
+            found.update(group.features)
+    return tuple(sorted(found))
 
 
 def encode(report: Report) -> bytes:

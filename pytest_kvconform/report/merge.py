@@ -131,6 +131,9 @@ def differences(one: Report, other: Report, but: Sequence[str] = _OF_A_SHARD) ->
     """
     if one.suite != other.suite:
         yield f"the suite is {one.suite} in one and {other.suite} in the other"
+    yield from _differing("the commit of the ", one.commits, other.commits)
+    if one.manifest != other.manifest:
+        yield "the manifest differs, so the suites do"
     yield from _differing("", one.environment, other.environment)
     yield from _differing("setting ", _values(one), _values(other), but)
     yield from _differing("subject.", _fields(one.subject), _fields(other.subject))

@@ -67,7 +67,9 @@ def summary(report: Report, report_path: str, width: int, unicode: bool) -> list
         above.append((f"device: {stood_in}", {}))
     if line := _not_applicable(report, width):
         above.append((line, {}))
-    above += [(row, {}) for row in _features(verdict.features, width)]
+    selection = report.selection
+    whole = not (selection.left_out or selection.elsewhere)
+    above += [(row, {}) for row in _features(verdict.features, "matrix" if whole else "selection", width)]
     below: list[Line] = [
         line for outcome, word in _GROUPS[1:] for line in _causes(verdict.causes, outcome, word, 1)
     ]
@@ -173,11 +175,13 @@ def _causes(causes: Sequence[Cause], outcome: Outcome, word: str, most: int) -> 
     return [(text, {}) for text in (head, *shown)]
 
 
-def _features(rows: Sequence[FeatureResult], width: int) -> list[str]:
-    """Return a line for each pair of declared and observed, and one for each wrong declaration."""
+def _features(rows: Sequence[FeatureResult], what: str, width: int) -> list[str]:
+    """Return a line for each pair of declared and observed, one for each wrong declaration, and one for the
+    features that are declared supported and that no case has tested. `what`: what left out cases that do.
+    """
     groups: dict[tuple[str, str], list[str]] = {}
     for row in rows:
-        if row.cases:  # a feature that no case of this run needs is only in the report
+        if row.cases and row.observed != "not selected":
             groups.setdefault((row.declared, row.observed), []).append(row.name)
     order = sorted(groups.items(), key=lambda group: (not _surprises(*group[0]), -len(group[1])))
     lines = [("declared", "observed", "features")] if groups else []
@@ -186,6 +190,8 @@ def _features(rows: Sequence[FeatureResult], width: int) -> list[str]:
     widths = [max((len(line[n]) for line in lines), default=0) for n in range(2)]
     texts = [f"{line[0].ljust(widths[0])}  {line[1].ljust(widths[1])}  {line[2]}" for line in lines]
     texts += [f"  {row.rule}: {row.sentence}" for row in rows if row.rule][:_MOST_WRONG]
+    if names := [row.name for row in rows if (row.declared, row.observed) == ("supported", "not selected")]:
+        texts.append(f"not tested in this {what}: {' '.join(names)}")
     return [line for text in texts for line in _wrap(text, width)]
 
 

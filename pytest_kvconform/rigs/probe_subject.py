@@ -6,6 +6,7 @@ vllm_setup/probe.py runs in the child. If the import of a connector crashes or h
 from __future__ import annotations
 
 import importlib.machinery
+import importlib.util
 import os
 import signal
 import sys
@@ -52,7 +53,7 @@ def probe_subject(address: str, subject: Subject, deadline_s: float) -> SubjectF
     """
     top = (subject.module or "").partition(".")[0]
     # A missing module is reported at once, not after vLLM is loaded.
-    if top and importlib.machinery.PathFinder.find_spec(top, [*sys.path, os.getcwd()]) is None:
+    if top and not _can_be_found(top):
         raise BadSubject(
             f"there is no module {top!r} (looked in the current folder and in this Python's packages)"
         )
@@ -92,6 +93,15 @@ def probe_subject(address: str, subject: Subject, deadline_s: float) -> SubjectF
     stood_in = f"{what} stood in for a GPU's (--kv-stand-in)"
     stands_in = subject.stands_in and facts["device"] == "cpu"
     return SubjectFacts(**answer, **of_vllm, stand_in=stood_in if stands_in else "")
+
+
+def _can_be_found(package: str) -> bool:
+    """Whether Python finds a package, which is not imported: in the current folder, or as it finds others.
+
+    An editable install may have a finder of its own.
+    """
+    here = importlib.machinery.PathFinder.find_spec(package, [os.getcwd()])
+    return here is not None or package in sys.modules or importlib.util.find_spec(package) is not None
 
 
 def _import_hook(address: str, hook: str) -> None:

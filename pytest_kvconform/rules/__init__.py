@@ -25,21 +25,13 @@ _ID = re.compile(r"KV-[A-Z0-9]+-\d{3}")
 CLAUSES = "clauses.toml"
 
 
-class Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One requirement of the contract."""
+class RuleFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What decides of which rules a run has cases, and what a broken rule is."""
 
     id: str  # "KV-BYTES-001"
-    sentence: str  # the requirement, for authors of connectors
     strength: Literal["MUST", "SHOULD"]
-    level: Level  # of the verdict; the features that a case needs may put the case into a later one
     since: str  # first minor of vLLM, of those that the suite knows, that requires it: "0.31"
-    caller: str = ""  # "file: Class.function" in vLLM that relies on the rule; every MUST names one
-    breaks: str = ""  # what vLLM does when the rule is broken; every MUST says so
-    source: str  # file in vLLM, or issue
-    done: str  # what the suite does to test it
-    check: tuple[str, ...] = ()  # if this fails, check
     until: str = ""  # first minor of vLLM that does not require it any more
-    untestable: str = ""  # why no case checks it; such a rule has none
 
     @property
     def minors(self) -> str:
@@ -54,6 +46,19 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return f"{self.id}, which holds {self.minors}"
 
 
+class Rule(RuleFacts, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One requirement of the contract."""
+
+    sentence: str  # the requirement, for authors of connectors
+    level: Level  # of the verdict; the features that a case needs may put the case into a later one
+    caller: str = ""  # "file: Class.function" in vLLM that relies on the rule; every MUST names one
+    breaks: str = ""  # what vLLM does when the rule is broken; every MUST says so
+    source: str  # file in vLLM, or issue
+    done: str  # what the suite does to test it
+    check: tuple[str, ...] = ()  # if this fails, check
+    untestable: str = ""  # why no case checks it; such a rule has none
+
+
 class BadRules(ValueError):
     """A file of rules cannot be read, which is a defect of this project.
 
@@ -66,7 +71,7 @@ def load(folder: Path | None = None) -> dict[str, Rule]:
     return _read(folder or loading.rules_folder())
 
 
-def should(rules: Mapping[str, Rule]) -> tuple[str, ...]:
+def should(rules: Mapping[str, RuleFacts]) -> tuple[str, ...]:
     """Return the ids of the rules of strength SHOULD: a connector that breaks one gets a warning."""
     return tuple(rule.id for rule in rules.values() if rule.strength == "SHOULD")
 
@@ -76,7 +81,7 @@ def _minor(version: str) -> tuple[float, ...]:
     return (math.inf,) if is_development(version) else tuple(map(int, re.findall(r"\d+", version)[:2]))
 
 
-def not_in_force(rules: Mapping[str, Rule], version: str) -> dict[str, str]:
+def not_in_force(rules: Mapping[str, RuleFacts], version: str) -> dict[str, str]:
     """Return the ids of the rules that do not hold for a version of vLLM, each with the reason.
 
     None for "", and for a version older than every rule: such a vLLM is not supported, which the probe says.

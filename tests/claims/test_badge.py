@@ -138,7 +138,6 @@ def test_what_has_no_badge(claimed, capsys, how, says):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda raw: raw.update(suite="2026.1"), "suite 2026.1 wrote the report"),
         (lambda raw: raw["settings"]["timeout-scale"].update(value=9.0), "timeout-scale is 9.0"),
         (lambda raw: raw["settings"]["seed"].update(value=2), "its seed is 2, not 1"),
         (lambda raw: raw["facts"].update(stand_in="a copy engine"), "stood in for a GPU: a copy engine"),

@@ -171,3 +171,17 @@ def test_an_entry_that_somebody_edited_is_refused(claimed) -> None:
         with pytest.raises(BadReport) as caught:
             registry.read(Path("registry"))
         assert says in str(caught.value), (path, value)
+
+
+def test_the_commit_of_an_entry_is_that_of_the_connector_that_ran(claimed, capsys) -> None:
+    """The reports tell which commit git or pip knew, and the entry may name no other one."""
+    claim = claimed()
+    for seed in (1, 2, 3):
+        edit(claim, seed, lambda raw: raw["commits"].update(connector="f" * 40))
+    assert register(claim) == 2
+    assert f"commit is {COMMIT}, but the claim was made with the connector of {'f' * 40}" in (
+        capsys.readouterr().err
+    )
+    assert register(claim, commit="f" * 40) == 0
+    [entry] = registry.read(Path("registry"))
+    assert entry.claim.commits["connector"] == entry.commit

@@ -205,8 +205,11 @@ def test_unequal_sizes_that_split_nothing_must_not_fail() -> None:
     assert (applied.outcome, applied.declaration_rule) == (FAIL, "KV-DECLARE-003")
 
 
-@pytest.mark.parametrize(("profile", "word"), [("same-engine", "CONFORMS"), ("store", "INCOMPLETE")])
-def test_what_no_case_of_a_profile_can_test_is_not_missed(profile, word):
+def test_a_feature_that_no_case_could_test_is_missed_unless_cases_were_left_out() -> None:
     results = [result(PASS, "mla"), result(Outcome.NOT_APPLICABLE, "abort")]
-    criteria = Criteria(features=ALL | {"abort": ""}, profile=profile)
-    assert decide_verdict(results, None, (), criteria).word == word
+    criteria = Criteria(features=ALL | {"abort": ""})
+    assert decide_verdict(results, None, (), criteria).word == "INCOMPLETE"
+    criteria = msgspec.structs.replace(criteria, left_out_features=("abort",))
+    assert decide_verdict(results, None, (), criteria).word == "CONFORMS"
+    [row] = [row for row in feature_results(results, criteria) if row.name == "abort"]
+    assert row.observed == "not selected"

@@ -45,7 +45,7 @@ BROKEN: dict[str, tuple[str, str]] = {
     ),
     "has_the_old_constructor": (
         f"{CLASS}    def __init__(self, vllm_config, role): pass",
-        r"C\.__init__ has no parameter named kv_cache_config.*",
+        r"vLLM's factory refuses it: Connector C uses deprecated 2-argument constructor signature\..*",
     ),
     "prints_and_raises": (
         "import os\nos.write(1, bytes(range(256)))\nraise RuntimeError('first line\\nsecond line')",

@@ -257,6 +257,12 @@ def test_a_setting_that_came_later_is_not_missed(setting, kv, capsys):
     raw = json.loads(path.read_bytes())
     del raw["settings"][setting]
     seal(path, raw)
+    assert verified(path, capsys) == (
+        1,
+        [f"settings: {setting} is not both in the settings and in the manifest"],
+    )
+    del raw["manifest"]["settings"][setting]
+    seal(path, raw | {"suite": "2026.1", "commits": {}})
     assert verified(path, capsys)[0] == 0
 
 

@@ -1,4 +1,4 @@
-"""The fixture `kv`: runs of the plugin on the small suite `fakekv`, which starts nothing."""
+"""The fixtures `kv` and `claimed`: runs of the plugin on the small suite `fakekv`, which starts nothing."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ from typing import Any
 import pytest
 
 from pytest_kvconform import declaration, features
+from pytest_kvconform.report.origin import commits
 
 HERE = Path(__file__).parent  # fakekv and shuffles are found here
 TODAY = declaration.today()  # of all runs, those in other processes, too, though midnight passes meanwhile
+
+COMMIT = "5eed" * 10
 
 
 def declare(path: Path, unsupported: dict[str, str], more: str = "") -> Path:
@@ -67,6 +70,7 @@ def kv(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Callable[.
     `unsupported` is a feature -> why; all other features are declared as supported, unless `undeclared`.
     """
     monkeypatch.setattr(declaration, "today", lambda: TODAY)
+    monkeypatch.setattr(commits, "of_suite", lambda: COMMIT)  # files of a tree may differ from its commit
     monkeypatch.syspath_prepend(HERE)
     monkeypatch.setenv("PYTHONPATH", f"{HERE}:{HERE.parents[1]}")
     monkeypatch.setenv("FAKEKV_TODAY", str(TODAY))
@@ -107,5 +111,17 @@ def kv(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Callable[.
             pytester.runpytest_subprocess if apart or "-n2" in arguments else pytester.runpytest_inprocess
         )
         return Run(runpytest(*plugins, *subject, *arguments), pytester.path, log)
+
+    return run
+
+
+@pytest.fixture
+def claimed(kv: Callable[..., Run], pytester: pytest.Pytester) -> Callable[..., Path]:
+    """claimed(*arguments, ...): the folder of a claim of the small suite."""
+
+    def run(*arguments: str, claim: str = "--kv-claim", **how: Any) -> Path:
+        for seed in (1, 2, 3):
+            kv(claim, f"--kv-seed={seed}", f"--kv-report=claim/seed-{seed}", *arguments, **how)
+        return pytester.path / "claim"
 
     return run

@@ -101,9 +101,8 @@ class ByteBench:
     def _observe(
         self, transfer: Transfer, p: ByteEngineHandle, d: ByteEngineHandle, deadlines: Deadlines
     ) -> TransferObservation:
-        store = self.context.subject.is_store
         hook_calls(p, d)  # those of an earlier transfer are forgotten
-        observed = observe_transfer(transfer, p, d, deadlines, self.context.next_name, store)
+        observed = observe_transfer(transfer, p, d, deadlines, self.context.next_name)
         return replace(observed, calls=hook_calls(p, d))
 
     def _excuse(

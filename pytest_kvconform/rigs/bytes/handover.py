@@ -101,20 +101,21 @@ def observe_transfer(
     d: ByteEngineHandle,
     limits: Deadlines,
     ids: Callable[[], str],
-    store: bool = False,
+    before_load: Callable[[], object] = lambda: None,
 ) -> TransferObservation:
     """Run one transfer. A failure of an engine is part of the observation.
 
-    `store`: P computes and saves, and D, whose cache is empty, finds it in the store. No kv_transfer_params
-    travel. P may be D: it saves, other requests overwrite its blocks, its prefix cache is emptied, and then
-    it loads.
+    With a store P computes and saves, and D, whose cache is empty, finds it in the store. No
+    kv_transfer_params travel. P may be D: it saves, other requests overwrite its blocks, its prefix cache is
+    emptied, and then it loads. `before_load` is called before D has a request, unless D has it before P.
     """
-    transfer = replace(transfer, prompts=with_new_tokens(transfer.prompts)) if store else transfer
+    if p.spec.store:
+        transfer = replace(transfer, prompts=with_new_tokens(transfer.prompts))
     started = time.monotonic()
     logs = [(engine, engine.begin_log()) for engine in (p, d)]
     observed = TransferObservation(transfer, p.facts, d.facts, request_s=limits.request)
     try:
-        observed = _run(observed, p, d, limits, ids(), store)
+        observed = _run(observed, p, d, limits, ids(), before_load)
         if observed.stuck and p is d:
             observed = replace(observed, copies_left=p.copies_left())
     except EngineFailed as failed:
@@ -128,7 +129,7 @@ def _run(
     d: ByteEngineHandle,
     limits: Deadlines,
     salt: str,
-    store: bool,
+    before_load: Callable[[], object],
 ) -> TransferObservation:
     transfer = observed.transfer
     alone = p is d
@@ -161,7 +162,7 @@ def _run(
     if stuck:
         return replace(observed, stuck=stuck)
     source, saving = p.source(), Deadline(seconds, watched)
-    if store:
+    if p.spec.store:
         until_saved(p, d, limits.release)
     while reuse and not at_once and not p.overwritten() and not saving.over():
         p.step()
@@ -171,6 +172,7 @@ def _run(
     deadline = Deadline(seconds, watched)  # what P took is not D's
     if not at_once:
         beside = _warm(transfer, make, p, d, deadline)  # only now, so that P finds nothing that D has saved
+        before_load()
         targets = [make(i, "d", ends[request.id]) for i, request in enumerate(sources)]
         for request in targets:
             d.add(request)

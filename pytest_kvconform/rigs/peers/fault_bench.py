@@ -14,7 +14,7 @@ from pytest_kvconform.rigs.context import Deadlines, RunContext
 from pytest_kvconform.rigs.engine.handle import EngineFailed, hook_calls
 from pytest_kvconform.rigs.engine.pairs import EnginePairs
 from pytest_kvconform.rigs.engine.release import SOON_S, is_full, seconds_to_wait, until_quiet
-from pytest_kvconform.rigs.peers.faulty_engine import FaultyEngineHandle
+from pytest_kvconform.rigs.peers.faulty_engine import FaultyEngineHandle, reports_of, set_faults_of_loads
 from pytest_kvconform.rigs.peers.messages import FaultReport
 from pytest_kvconform.rigs.peers.sleeping_peer import BACK_OFF_S, BETWEEN_S
 from pytest_kvconform.rigs.processes.cores import Deadline
@@ -24,7 +24,6 @@ from pytest_kvconform.rigs.scenario import (
     Faults,
     Prompt,
     Transfer,
-    faults_where_p_writes,
     lengthened,
     tokens,
 )
@@ -67,8 +66,8 @@ class FaultBench:
 
     def __init__(self, context: RunContext):
         self.context = context
-        remark = " with a transport that can fail"
-        self.pairs = EnginePairs(context, FaultyEngineHandle, SLOW_CALLS, remark)
+        alone, remark = context.subject.is_same_engine, " with a transport that can fail"
+        self.pairs = EnginePairs(context, FaultyEngineHandle, SLOW_CALLS, remark, alone=alone)
         self._observations: dict[tuple[Cell, str, int], FaultObservation] = {}
         self._deaths: dict[Cell, list[str]] = {}
         self._refused: dict[Cell, str] = {}  # why the connector declined to start
@@ -80,7 +79,7 @@ class FaultBench:
 
     def means(self, cell: Cell, transfer: Transfer) -> FaultReport:
         """With what faults are set in the engines of a cell: NIXL agents, and hooks of the connector."""
-        return sum((_report(engine) for engine in self._engines(cell, transfer)), FaultReport())
+        return reports_of(*self._engines(cell, transfer))
 
     def without_faults(self, cell: Cell, transfer: Transfer, longer: int = 0) -> FaultlessObservation:
         """The observation of a transfer without its faults; runs it on first use, once for each policy.
@@ -131,8 +130,8 @@ class FaultBench:
                 sentence = last.failed.sentence if last.failed else last.stuck[0]
                 self._deaths.setdefault(cell, []).append(sentence)
                 self.pairs.end(*pair)
-            elif is_full(p) and not self.context.has_long_lease(self._asked_lease_s):
-                self._beyond_lease[key] = self._wait_for_lease(cell, p, d, found.transfer)
+            elif is_full(p) and (p.spec.store or not self.context.has_long_lease(self._asked_lease_s)):
+                self._beyond_lease[key] = self.kept(cell, transfer, longer)
                 self.pairs.end(*pair)
         found = self._observations[key]
         self.context.shown_calls[:] = found.transfer.calls + (found.after.calls if found.after else ())
@@ -141,14 +140,15 @@ class FaultBench:
     def kept(self, cell: Cell, transfer: Transfer, longer: int = 0) -> tuple[str, ...]:
         """Requests of a transfer that P still holds when their lease is over.
 
-        Raises Blocked if that would take too long.
+        Raises Blocked if that would take too long. A store keeps none for a peer, and has no lease.
         """
         found, key = self.observe(cell, transfer, longer).transfer, (cell, transfer.name, longer)
         assert found.usage is not None
         if key in self._beyond_lease:
             return self._beyond_lease[key]
-        if not {r.prefill.id for r in found.requests} & set(found.usage[0].requests):
-            return ()
+        held = {r.prefill.id for r in found.requests} & set(found.usage[0].requests)
+        if not held or self.context.subject.is_store:
+            return tuple(sorted(held))
         self.context.require_short_lease(self._asked_lease_s)
         return self._wait_for_lease(cell, *self._engines(cell, transfer, longer), found)
 
@@ -186,7 +186,7 @@ class FaultBench:
 
     def _engines(self, cell: Cell, transfer: Transfer, longer: int = 0) -> Pair:
         """P and D of a cell, running, after one transfer without faults. Raises Blocked."""
-        self.context.require_known_handover("byte")
+        self.context.require_known_handover("byte", store=True, alone=True)
         word = _word(transfer, longer)
         if cell in self._refused:
             raise Blocked(self._refused[cell], refused=True)
@@ -226,7 +226,8 @@ class FaultBench:
         if found.loads:
             self._loads.add((cell, word))
         reason = found.failed.sentence if found.failed else "; ".join(found.stuck) or found.refused
-        if reason and (found.failed or _means(p, d)):
+        means = reports_of(p, d)
+        if reason and (found.failed or means.agents or means.hooks):
             self.pairs.end(cell, word)
             self._deaths.setdefault(cell, []).extend([f"not even without faults: {reason}"] * DEATHS)
             raise Blocked(
@@ -240,11 +241,6 @@ def _word(transfer: Transfer, longer: int) -> str:
     return " ".join(filter(None, (transfer.policy, transfer.fake, "long" if longer else "")))
 
 
-def _means(*engines: FaultyEngineHandle) -> int:
-    """NIXL agents of all ranks, and hooks of connectors that can fail on demand."""
-    return sum(report.agents + report.hooks for engine in engines for report in engine.fault_reports())
-
-
 def _observe_faultless(
     transfer: Transfer,
     p: FaultyEngineHandle,
@@ -255,13 +251,11 @@ def _observe_faultless(
     """Run one transfer without faults, and count the transfers that the workers begin for it."""
     found = TransferObservation(transfer, p.facts, d.facts)
     try:
-        for engine in (p, d):
-            engine.set_faults((COUNTING,))
-        found = observe_transfer(transfer, p, d, deadlines, ids)
+        found = observe_transfer(transfer, p, d, deadlines, ids, set_faults_of_loads(p, d, (COUNTING,)))
         if found.failed or found.stuck:
             return FaultlessObservation(found)
         of_p, of_d = (tuple(one.transfers for one in engine.fault_reports()) for engine in (p, d))
-        return FaultlessObservation(found, (of_p, of_d))
+        return FaultlessObservation(found, (of_p if p is not d else (), of_d))
     except EngineFailed as failed:
         return FaultlessObservation(replace(found, failed=failed))
 
@@ -316,10 +310,10 @@ def _observe(
     found, reports = TransferObservation(transfer, p.facts, d.facts), (FaultReport(), FaultReport())
     hook_calls(p, d)  # those of an earlier transfer are forgotten
     try:
-        p.set_faults(faults_where_p_writes(transfer.faults, p.ranks, d.ranks))
-        d.set_faults(transfer.faults)
+        set_faults = set_faults_of_loads(p, d, transfer.faults)
         # `until_quiet` waits for blocks: P may keep some until its lease is over.
-        found = observe_transfer(transfer, p, d, replace(deadlines, release=0.0), ids)
+        limits = deadlines if p.spec.store else replace(deadlines, release=0.0)
+        found = observe_transfer(transfer, p, d, limits, ids, set_faults)
         if found.failed or found.stuck:
             return replace(found, calls=hook_calls(p, d)), reports
         mine = frozenset(r.prefill.id for r in found.requests)
@@ -327,10 +321,10 @@ def _observe(
             p,
             d,
             seconds_to_wait(p, deadlines.release),
-            frozenset() if _may_keep(transfer) else mine,
-            lambda: any(_report(engine).pending for engine in (p, d)),
+            frozenset() if _may_keep(transfer) and not p.spec.store else mine,
+            lambda: bool(reports_of(p, d).pending),
         )
-        reports = _report(p), _report(d)
+        reports = reports_of() if p is d else reports_of(p), reports_of(d)
         p_audits, d_audits = (
             _first_wrong(now, engine.audit()) for now, engine in zip(found.audits, (p, d), strict=True)
         )
@@ -343,8 +337,3 @@ def _observe(
 def _first_wrong(ended: tuple[Check, ...], quiet: tuple[Check, ...]) -> tuple[Check, ...]:
     """Of each rank the audit at the end of the transfer, if that found something, else the later one."""
     return tuple(first if first.pool.wrong else second for first, second in zip(ended, quiet, strict=True))
-
-
-def _report(engine: FaultyEngineHandle) -> FaultReport:
-    """The fault reports of all ranks, added up."""
-    return sum(engine.fault_reports(), FaultReport())

@@ -6,6 +6,7 @@ forked.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -16,7 +17,7 @@ from pytest_kvconform.rigs.engine import process as engine_process
 from pytest_kvconform.rigs.engine.messages import Step
 from pytest_kvconform.rigs.peers import faulty_nixl, rank_faults
 from pytest_kvconform.rigs.peers.messages import FaultReport
-from pytest_kvconform.rigs.scenario import Faults
+from pytest_kvconform.rigs.scenario import Faults, faults_where_p_writes
 
 
 class FaultyEngineHandle(ByteEngineHandle):
@@ -31,6 +32,28 @@ class FaultyEngineHandle(ByteEngineHandle):
     def fault_reports(self) -> tuple[FaultReport, ...]:
         """Return what the faults did, one record a rank."""
         return self.call("fault_reports")
+
+
+def set_faults_of_loads(
+    p: FaultyEngineHandle, d: FaultyEngineHandle, faults: tuple[Faults, ...]
+) -> Callable[[], None]:
+    """Give both engines faults for the loads of a transfer that begins now.
+
+    A store saves first, and faults are for its loads alone. So the function that is returned has to be called
+    when everything is saved.
+    """
+    if p.spec.store:
+        p.set_faults(())
+        d.set_faults(())
+        return lambda: d.set_faults(faults)
+    p.set_faults(faults_where_p_writes(faults, p.ranks, d.ranks))
+    d.set_faults(faults)
+    return lambda: None
+
+
+def reports_of(*engines: FaultyEngineHandle) -> FaultReport:
+    """The fault reports of all ranks of these engines, added up."""
+    return sum((report for engine in engines for report in engine.fault_reports()), FaultReport())
 
 
 class FaultyEngineProcess(ByteEngineProcess):

@@ -48,18 +48,29 @@ def _look(config: dict[str, Any]) -> dict[str, Any]:
     if module is not None:
         # before vLLM looks, whose complaints are about something else
         _check(_import(module, name), f"{module}:{name}")
-    found = KVConnectorFactory.get_connector_class(transfer)
+    try:
+        found = KVConnectorFactory.get_connector_class(transfer)
+        # as vLLM decides it for this configuration (config/vllm.py); MultiConnector asks its children
+        supports_hma = KVConnectorFactory.supports_hma_config(transfer)
+    except ValueError as error:
+        raise _Bad(f"vLLM's factory refuses it: {error}") from None
+    try:
+        inspect.signature(found).bind("vllm_config", "role", "kv_cache_config")  # as create_connector does
+    except TypeError as error:
+        raise _Bad(
+            f"vLLM's factory calls {found.__name__}(vllm_config, role, kv_cache_config), and Python refuses "
+            f"it: {error}"
+        ) from None
     return {
         "name": found.__name__,
         "module": found.__module__,
         "file": inspect.getsourcefile(found) or "",
-        # as vLLM decides it for this configuration (config/vllm.py); MultiConnector asks its children
-        "supports_hma": KVConnectorFactory.supports_hma_config(transfer),
+        "supports_hma": supports_hma,
     }
 
 
 def _check(found: Any, spec: str) -> None:
-    """Raise _Bad unless vLLM can build an object of it."""
+    """Raise _Bad unless it is a connector's class, of which objects can be made."""
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
     if not (inspect.isclass(found) and issubclass(found, KVConnectorBase_V1)):
@@ -67,11 +78,6 @@ def _check(found: Any, spec: str) -> None:
     missing = sorted(getattr(found, "__abstractmethods__", ()))
     if missing:
         raise _Bad(f"{found.__name__} does not implement {', '.join(missing)}")
-    if "kv_cache_config" not in inspect.signature(found.__init__).parameters:
-        raise _Bad(
-            f"{found.__name__}.__init__ has no parameter named kv_cache_config; "
-            "vLLM builds (vllm_config, role, kv_cache_config)"
-        )
 
 
 def _import(module: str, name: str) -> Any:

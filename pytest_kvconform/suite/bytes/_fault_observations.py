@@ -10,13 +10,13 @@ from pytest_kvconform.result import Blocked, Evidence, Finding, HarnessError, No
 from pytest_kvconform.rigs.bench import Bench
 from pytest_kvconform.rigs.bytes.handover import Received, TransferObservation
 from pytest_kvconform.rigs.bytes.messages import Check
-from pytest_kvconform.rigs.bytes.specs import block_size
+from pytest_kvconform.rigs.bytes.specs import alike, block_size
 from pytest_kvconform.rigs.context import LONGER, declared_addition, declared_amount
 from pytest_kvconform.rigs.peers.fault_bench import FaultlessObservation, FaultObservation
 from pytest_kvconform.rigs.peers.rank_faults import hook_has
 from pytest_kvconform.rigs.scenario import LATE, NEVER, POLL, POST, STATUS, TWICE, Transfer
 from pytest_kvconform.suite.bytes._observations import finding, moved, wrong_words
-from pytest_kvconform.suite.bytes._stores import is_store
+from pytest_kvconform.suite.bytes._stores import UNLIKE, is_store
 
 Found = TypeVar("Found")
 BLOCK = 16  # tokens: prompts are for such blocks, also where a block is as large as a state
@@ -25,8 +25,10 @@ NEEDS_FAULTS = "needs a connector that moves bytes with NIXL, or that has kvconf
 
 def require_faults(bench: Bench, transfer: Transfer) -> None:
     """Raise NotApplicable if the faults of a transfer cannot be set for the connector."""
-    if is_store(bench):
-        raise NotApplicable(NEEDS_FAULTS)
+    if is_store(bench) and not alike(bench.cell):
+        raise NotApplicable(UNLIKE)
+    if is_store(bench) and any(faults.notifications for faults in transfer.faults):
+        raise NotApplicable("a store notifies no peer of the end of a load")
     means = bench.faults.means(bench.cell, transfer)
     if not means.agents and not means.hooks:
         if bench.subject.module is None and bench.subject.connector.startswith("Nixl"):

@@ -13,6 +13,7 @@ from pytest_kvconform.result import Evidence, Finding, Violation
 from pytest_kvconform.rigs.bench import Bench
 from pytest_kvconform.rigs.bytes.handover import TransferObservation
 from pytest_kvconform.rigs.scenario import Transfer
+from pytest_kvconform.suite._released_blocks import SAVES
 from pytest_kvconform.suite.bytes._fault_observations import (
     all_checks,
     bytes_right,
@@ -35,6 +36,7 @@ from pytest_kvconform.suite.bytes._fault_transfers import (
     waited_for,
 )
 from pytest_kvconform.suite.bytes._observations import moved
+from pytest_kvconform.suite.bytes._stores import is_store
 
 
 @case("KV-FAIL-001", variants=all_transfers)
@@ -158,12 +160,16 @@ def all_blocks_are_freed(bench: Bench, transfer: Transfer) -> Evidence:
             )
         )
     if kept := bench.faults.kept(bench.cell, transfer, observe(bench, transfer)[1]):
+        over = f". P keeps requests although their lease of {bench.faults.lease_s:.0f} s has ended"
+        store = is_store(bench)
         raise Violation(
             Finding(
                 rule="KV-FAIL-005",
                 happened=f"{fault_sentence(transfer)}: P still holds {len(kept)} of {len(transfer.prompts)} "
-                f"requests. P keeps requests although their lease of {bench.faults.lease_s:.0f} s has ended",
-                diagnosis="P waits for a notification that will not come, without a deadline",
+                f"requests{'' if store else over}",
+                diagnosis=SAVES
+                if store
+                else "P waits for a notification that will not come, without a deadline",
             )
         )
     return Evidence(

@@ -16,7 +16,7 @@ import time
 import numpy as np
 
 from pytest_kvconform import declaration
-from pytest_kvconform.result import Blocked, Evidence, Finding, HarnessError, Violation
+from pytest_kvconform.result import Blocked, Evidence, Finding, HarnessError, NotApplicable, Violation
 
 if day := os.environ.get("FAKEKV_TODAY"):
     declaration.today = functools.partial(datetime.date.fromisoformat, day)
@@ -56,6 +56,8 @@ def act(bench, rule, name, variant, moved):
         raise Blocked(f"{deed}: P did not start: KeyError in __init__ (m.py:61): 'hosts'")
     if deed == "blocked":
         raise Blocked("no GPU here; run on a machine with one")
+    if deed == "not applicable":
+        raise NotApplicable("the connector has no store")
     if deed == "harness":
         raise HarnessError("the port was taken")
     if deed == "assert":
