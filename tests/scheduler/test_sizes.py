@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from pytest_kvconform.result import Blocked
+from pytest_kvconform.rigs.scheduler.leaks import mentions
 from pytest_kvconform.rigs.scheduler.live.sizes import container_sizes, growth
 
 
@@ -44,3 +45,16 @@ def test_what_was_not_reached_is_not_empty() -> None:
     assert container_sizes(halves, most=110) == {"half": 100, "half.*": 100, "numbers": 1000}
     with pytest.raises(Blocked, match="more than 90 objects, and what has grown cannot be told"):
         container_sizes(halves, most=90)
+
+
+class Sly:
+    """An object of which nothing can be asked."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(f"no {name} yet")
+
+
+def test_objects_of_a_connector_may_raise_when_they_are_looked_at() -> None:
+    state = {"half": {"sly": Sly(), "ids": ["cmpl-7"]}}
+    assert container_sizes(state) == {"half": 2, "half.*": 1}
+    assert mentions(state, "cmpl-7") == ("half.ids.item",)

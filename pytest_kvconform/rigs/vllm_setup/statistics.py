@@ -14,6 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from pytest_kvconform.result import first_line
+
 AGAIN = 2  # times that the front end gets the last statistics, so that it has something to add up
 
 
@@ -83,7 +85,7 @@ class StatisticsPath:
         try:
             return function()
         except Exception as error:
-            text = (str(error).strip().splitlines() or [""])[0][:160]
+            text = first_line(error, 160)
             frames = traceback.extract_tb(error.__traceback__)
             own = [frame.name for frame in frames if frame.name in _STAGES]
             where = f"{frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno}"

@@ -61,12 +61,20 @@ def container_sizes(state: dict[str, Any], most: int = MANY) -> dict[str, int]:
             found[".".join(path)] += len(value)
             inner = [*value.keys(), *value.values()] if isinstance(value, dict) else list(value)
             todo += [((*path, "*"), one) for one in inner if not isinstance(one, HOLDS_NOTHING)]
-        elif hasattr(value, "qsize"):
-            found[".".join(path)] += value.qsize()
+        elif isinstance(number := _queued(value), int):
+            found[".".join(path)] += number
         elif not is_not_ours(value):
             inside = attributes(value)
             todo += [((*path, name), one) for name, one in inside if not isinstance(one, HOLDS_NOTHING)]
     raise Blocked(f"the connector remembers more than {most} objects, and what has grown cannot be told")
+
+
+def _queued(value: Any) -> Any:
+    """How many things a queue holds; None of what is no queue."""
+    try:
+        return value.qsize()
+    except Exception:  # of an object of the connector
+        return None
 
 
 def growth(before: dict[str, int], after: dict[str, int], requests: int) -> str:
