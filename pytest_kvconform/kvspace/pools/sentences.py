@@ -108,7 +108,7 @@ def _block_place(comparison: PoolComparison, region: Region, runs: Array, kind: 
     (block,) = blocks
     if block == due[0]:
         window = " of the window" if rows["expected"]["token"].min() >= region.block_size else ""
-        return f"the first block{window} " + ("was never read" if kind == UNWRITTEN else "holds zeros")
+        return f"the first block{window} " + ("was never written" if kind == UNWRITTEN else "holds zeros")
     if block == due[-1]:
         partial = "(partial) " if (rows["expected"]["token"].max() + 1) % region.block_size else ""
         return f"the last {partial}block " + ("was never written" if kind == UNWRITTEN else "holds zeros")
@@ -121,7 +121,9 @@ def zeroed(comparison: PoolComparison, drafts: Collection[str]) -> str:
 
 
 def unwritten(comparison: PoolComparison, drafts: Collection[str]) -> str:
-    """The sentence on UNWRITTEN words. Poison that was copied from another place is mentioned."""
+    """The sentence on UNWRITTEN words: never written, or written with poison that was copied from elsewhere,
+    which stood there before anything was written.
+    """
     sentence = _missing(
         comparison, UNWRITTEN, drafts, "no byte of {} was written", "was never written", "were never written"
     )
@@ -132,8 +134,11 @@ def unwritten(comparison: PoolComparison, drafts: Collection[str]) -> str:
         copied = (found["offset"] >= 0) & (found["engine"] != comparison.engine)
     if not copied.any():
         return sentence
-    engine = ENGINES[int(found["engine"][copied][0])]
-    return f"{sentence}; the bytes found there were copied from memory that {engine} never wrote"
+    memory = f"memory that {ENGINES[int(found['engine'][copied][0])]} had not written"
+    if copied.all():
+        where = layers_of(comparison, UNWRITTEN, drafts)
+        return f"{share_of(comparison, UNWRITTEN)} in {where} were copied from {memory} by then"
+    return f"{sentence}; some of the bytes found there were copied from {memory} by then"
 
 
 def _offsets(comparison: PoolComparison, runs: Array) -> Array:
