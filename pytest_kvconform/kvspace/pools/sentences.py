@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 import numpy as np
 
 from pytest_kvconform.kvspace.kinds import COLLATERAL, GARBLED, SAME, SEGMENTS, UNWRITTEN, ZEROED, intervals
-from pytest_kvconform.kvspace.pools.addresses import ATTENTION, STATE, Array
+from pytest_kvconform.kvspace.pools.addresses import ATTENTION, POISON, STATE, Array
 from pytest_kvconform.kvspace.pools.compare import PoolComparison
 from pytest_kvconform.kvspace.pools.poison import same_place
 from pytest_kvconform.kvspace.pools.regions import Region
@@ -160,7 +160,9 @@ def garbled(comparison: PoolComparison, drafts: Collection[str]) -> str:
 
 
 def collateral(comparison: PoolComparison, drafts: Collection[str]) -> str:
-    """The sentence on COLLATERAL words: which blocks changed, and whose KV they hold now."""
+    """The sentence on COLLATERAL words: which blocks changed, and whose KV they hold now. What the other
+    engine computed, or its poison, came by a transfer.
+    """
     runs = comparison.runs[comparison.runs["kind"] == COLLATERAL]
     blocks = sorted(
         {*runs["block"].tolist(), *comparison.raw["block"][comparison.raw["block"] >= 0].tolist()}
@@ -183,4 +185,7 @@ def collateral(comparison: PoolComparison, drafts: Collection[str]) -> str:
     verb = "hold" if len(blocks) > 1 else "holds"
     padding = " in the padding of its page" if not len(runs) and blocks else ""
     share = share_of(comparison, COLLATERAL)
-    return f"a load wrote outside its own blocks: {which} {verb} {what}{padding} ({share})"
+    of_other = np.isin(found["kind"], (ATTENTION, STATE, POISON)) & (found["engine"] != comparison.engine)
+    came = comparison.engine is None or of_other.any()
+    wrote = "a load wrote outside its own blocks" if came else "something wrote where nothing was due"
+    return f"{wrote}: {which} {verb} {what}{padding} ({share})"
