@@ -228,3 +228,16 @@ def test_the_picture_shows_the_blocks_in_table_order():
     assert lines[0].split() == ["block", *map(str, TABLE)]
     assert lines[1].split() == ["layers.0.self_attn", "K", ".", "-", ".", ".", ".", "."]
     assert lines[2].split()[1] == "V" and "(6 rows are correct)" in lines[3]
+
+
+def test_what_no_transfer_can_have_brought_is_not_called_a_load():
+    """The decoder's own words, and bytes that are none, in a block where nothing was due."""
+
+    def own(made: Pool) -> None:
+        write_tokens(made.storage, made.regions[0], 17, [5], 3, 1, 0)
+
+    def noise(made: Pool) -> None:
+        made.regions[0].of(made.storage)[17, 0, 0, 0] = 0x55
+
+    for change in (own, noise):
+        assert explained(change).startswith("something wrote where nothing was due: block 17 holds")

@@ -185,7 +185,7 @@ def collateral(comparison: PoolComparison, drafts: Collection[str]) -> str:
     verb = "hold" if len(blocks) > 1 else "holds"
     padding = " in the padding of its page" if not len(runs) and blocks else ""
     share = share_of(comparison, COLLATERAL)
-    of_other = np.isin(found["kind"], (ATTENTION, STATE, POISON)) & (found["engine"] != comparison.engine)
-    came = comparison.engine is None or of_other.any()
-    wrote = "a load wrote outside its own blocks" if came else "something wrote where nothing was due"
+    other = 0 if comparison.engine is None else 1 - comparison.engine
+    came = np.isin(found["kind"], (ATTENTION, STATE, POISON)) & (found["engine"] == other)
+    wrote = "a load wrote outside its own blocks" if came.any() else "something wrote where nothing was due"
     return f"{wrote}: {which} {verb} {what}{padding} ({share})"
