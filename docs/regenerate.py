@@ -229,8 +229,9 @@ def settings_table() -> str:
     for option in OPTIONS:
         default = f"`{option.shown_default}`" if option.shown_default else ""
         places = [f"`{place}`" if place else "" for place in (option.flag, option.variable, option.key)]
-        many = "; may be repeated, or hold commas" if option.repeatable else ""
-        rows.append((*places, f"`{option.metavar}`" if option.metavar else "", default, option.help + many))
+        rows.append(
+            (*places, f"`{option.metavar}`" if option.metavar else "", default, option.help + option.repeats)
+        )
     return _table(("option", "variable", "key of `[tool.kvconform]`", "values", "default", ""), rows)
 
 

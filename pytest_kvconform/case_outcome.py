@@ -20,6 +20,8 @@ from pytest_kvconform.result import (
     Outcome,
     ProcessKilled,
     Violation,
+    message_of,
+    utf8,
 )
 
 MOST_CALLS = 60  # of hooks of one side, in a finding
@@ -73,11 +75,11 @@ def end_of(error: BaseException) -> CaseEnd:
             return end_of(ours.with_traceback(error.__traceback__))
         return CaseEnd(outcome=Outcome.FAIL, finding=finding, refused=bool(finding.declined))
     if isinstance(error, Blocked):
-        reason = str(error) or "no reason was given"
+        reason = message_of(error) or "no reason was given"
         return CaseEnd(outcome=Outcome.BLOCKED, reason=reason, refused=error.refused)
     if isinstance(error, NotApplicable):
-        return CaseEnd(outcome=Outcome.NOT_APPLICABLE, reason=str(error), refused=error.refused)
-    defect = "".join(traceback.format_exception(error))
+        return CaseEnd(outcome=Outcome.NOT_APPLICABLE, reason=message_of(error), refused=error.refused)
+    defect = utf8("".join(traceback.format_exception(error)))
     killed = isinstance(error, ProcessKilled)
     return CaseEnd(
         outcome=Outcome.HARNESS, reason=_sentence(error), defect="" if killed else defect, ends_run=killed
@@ -110,8 +112,19 @@ def with_calls(end: CaseEnd, calls: Iterable[HookCall]) -> CaseEnd:
 
 
 def _plain(record: Record) -> Record:
-    """The record with Python's own types, as a report has them. A connector may answer with NumPy's."""
-    return msgspec.convert(msgspec.to_builtins(record, enc_hook=_builtin), type(record))
+    """The record with Python's own types, as a report has them. A connector may answer with NumPy's, and with
+    texts that no report can hold.
+    """
+    return msgspec.convert(_written(msgspec.to_builtins(record, enc_hook=_builtin)), type(record))
+
+
+def _written(value: Any) -> Any:
+    """The same with texts that UTF-8 can hold."""
+    if isinstance(value, str):
+        return utf8(value)
+    if isinstance(value, dict):
+        return {_written(key): _written(one) for key, one in value.items()}
+    return [_written(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def _builtin(value: Any) -> float | int | str:
@@ -128,7 +141,7 @@ def _sentence(error: BaseException) -> str:
 
     The message of a HarnessError is a whole sentence.
     """
-    text = str(error).strip().splitlines()[0] if str(error).strip() else ""
+    text = (message_of(error).strip().splitlines() or [""])[0]
     if isinstance(error, HarnessError) and text:
         return text
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

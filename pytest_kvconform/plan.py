@@ -178,6 +178,8 @@ def make_plan(settings: Settings, arguments: Sequence[str], lacking: Sequence[st
 def _require_one_deployment(settings: Settings) -> None:
     """Raise BadSetting if servers that already run are given, and not all that is needed to ask them."""
     if not settings.deployed:
+        if settings.header:
+            raise BadSetting("--kv-header: it is for servers that already run: give --kv-decode-url, too")
         return
     if not settings.decode_url or not (settings.router_url or settings.prefill_url):
         raise BadSetting(

@@ -21,13 +21,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     for option in OPTIONS:
         if not option.flag:
             continue
-        repeat = "; may be repeated, or hold commas" if option.repeatable else ""
         default = f". Default: {option.shown_default}" if option.shown_default else ""
         action: dict[str, Any] = {"action": "store_true"} if option.switch else {"metavar": option.metavar}
         if option.repeatable:
             action["action"] = "append"
         group.addoption(
-            option.flag, dest=option.dest, default=None, help=f"{option.help}{repeat}{default}", **action
+            option.flag,
+            dest=option.dest,
+            default=None,
+            help=f"{option.help}{option.repeats}{default}",
+            **action,
         )
 
 

@@ -1,13 +1,13 @@
 """Records of the result of one case: outcome, finding and evidence; and the exceptions that a case raises.
 
 All records are frozen msgspec structs, so that they travel between processes and into `report.json`
-unchanged.
+unchanged. Functions at the end make texts that records can hold of objects of the connector.
 """
 
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 from msgspec.structs import replace
@@ -161,3 +161,40 @@ class ProcessKilled(HarnessError):
             f"{what} (process {pid}) was killed by SIGKILL, exit code 137, which the suite did not send: "
             "most likely the machine ran out of memory; a smaller -n or fewer cells (--kv-family) need less"
         )
+
+
+# ---- texts of objects that are not the suite's: those of the connector, whose methods may raise ------------
+
+
+def message_of(error: BaseException) -> str:
+    """Return the message of an exception, or what its class does instead."""
+    try:
+        return utf8(str(error))
+    except Exception as broken:
+        return f"({type(broken).__name__} in {type(error).__name__}.__str__)"
+
+
+def first_line(error: BaseException, longest: int) -> str:
+    """Return the first line of the message of an exception, at most so many characters; "" without one."""
+    return (message_of(error).strip().splitlines() or [""])[0][:longest]
+
+
+def repr_of(value: Any) -> str:
+    """Return repr(value), or the name of its class if that raises."""
+    try:
+        return utf8(repr(value))
+    except Exception as broken:
+        return f"a {type(value).__name__}, whose repr raises {type(broken).__name__}"
+
+
+def attribute_of(value: Any, name: str, without: Any = None) -> Any:
+    """Return an attribute, or `without` if there is none or if looking it up raises."""
+    try:
+        return getattr(value, name, without)
+    except Exception:
+        return without
+
+
+def utf8(text: str) -> str:
+    """Return the text itself, with escapes for what UTF-8 cannot hold."""
+    return text.encode(errors="backslashreplace").decode()

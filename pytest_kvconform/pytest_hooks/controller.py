@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,7 @@ class Controller:
             f"device {settings.device}",
         ]
         shown = [
-            f"{option.key}{'' if option.key in _TABLES else f'={_text(value)}'} ({origin})"
+            f"{option.key}{'' if option.key in _TABLES else f'={_text(option.shown(value))}'} ({origin})"
             for option, value, origin in non_default(settings)
         ]
         return f"kv: {', '.join(words)}; set: {', '.join(shown)}"
@@ -134,15 +135,14 @@ class Controller:
             if sentence := self._services.start():
                 self.runner.link = ZygoteLink(outcome="BLOCKED", reason=sentence)
                 return
-        what = "lm-eval" if self.settings.deployed else f"vLLM and probing {self.settings.connector}"
+        deployed = self.settings.deployed
+        what = "lm-eval" if deployed else f"vLLM and probing {self.settings.connector}"
         write_line(self.config, f"kv: loading {what}")
         bench, deadline = loading.bench_module(), _PROBE_SECONDS * self.settings.timeout_scale
         try:
-            look = bench.facts_of_deployment if self.settings.deployed else bench.probe_subject
-            facts = look(self._zygote.address, self.runner.subject, deadline)
-            self.runner.link = ZygoteLink(
-                address=self._zygote.address, facts=msgspec.Raw(msgspec.json.encode(facts))
-            )
+            look = partial(bench.facts_of_deployment, self.settings) if deployed else bench.probe_subject
+            found = msgspec.json.encode(look(self._zygote.address, self.runner.subject, deadline))
+            self.runner.link = ZygoteLink(address=self._zygote.address, facts=msgspec.Raw(found))
         except bench.BadSubject as error:
             raise pytest.UsageError(f"--kv-connector={self.settings.connector}: {error}") from None
         except Blocked as error:

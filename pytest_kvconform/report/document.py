@@ -128,7 +128,8 @@ def make_report(
         environment=environment(),
         settings={
             option.key: Setting(
-                value=getattr(settings, option.name), origin=settings.origins.get(option.name, "default")
+                value=option.shown(getattr(settings, option.name)),
+                origin=settings.origins.get(option.name, "default"),
             )
             for option in OPTIONS
         },

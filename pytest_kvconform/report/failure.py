@@ -71,14 +71,20 @@ def failure_line(result: CaseResult) -> str:
 def rerun_command(settings: Settings, *arguments: str) -> str:
     """Return the command that runs these ids again in this project.
 
-    It repeats settings of the command line and of the environment, but not those of pyproject.toml.
+    It repeats settings of the command line and of the environment, but not those of pyproject.toml. Of a
+    header it has the name alone.
     """
     words = ["pytest", f"--kv-connector={settings.connector}"]
+    if settings.deployed:  # a deployment needs both, whatever is selected
+        words += [f"--kv-tier={','.join(settings.tier)}", f"--kv-family={','.join(settings.family)}"]
     for option in OPTIONS:
-        if option.name in _NOT_AGAIN or option.repeatable or not option.flag:
-            continue  # an id selects the case by itself
         value = getattr(settings, option.name)
-        if value != option.default and settings.origins.get(option.name) != "pyproject.toml":
+        if value == option.default or settings.origins.get(option.name) == "pyproject.toml":
+            continue
+        if option.is_secret:
+            words += [f"{option.flag}={one}" for one in option.shown(value)]
+        elif option.name not in _NOT_AGAIN and not option.repeatable and option.flag:
+            # not of a repeatable one: an id selects the case by itself
             words.append(option.flag if option.switch else f"{option.flag}={value}")
     return shlex.join([*words, *arguments])
 

@@ -52,8 +52,11 @@ def title(report: Report) -> str:
     subject = " ".join(
         str(word) for word in (facts.get("name") or report.subject.connector, facts.get("version")) if word
     )
-    vllm = facts.get("vllm") or report.environment.get("vllm") or "not installed"
-    device = facts.get("device") or report.settings["device"].value
+    if settings_of(report).deployed:  # what is installed here, and on what it runs, is another matter
+        vllm, device = facts.get("vllm") or "of an unknown version", "deployed servers"
+    else:
+        vllm = facts.get("vllm") or report.environment.get("vllm") or "not installed"
+        device = facts.get("device") or report.settings["device"].value
     return f"KV conformance · {subject} · vLLM {vllm} · suite {report.suite} · {device}"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -15,12 +16,14 @@ from pytest_kvconform.rigs.launch import Zygote, launch_zygote, start_zygote, wa
 from pytest_kvconform.rigs.nodes import Nodes
 from pytest_kvconform.rigs.peers.bench import PeerBench
 from pytest_kvconform.rigs.peers.fault_bench import FaultBench
-from pytest_kvconform.rigs.probe_subject import BadSubject, facts_of_deployment, probe_subject
+from pytest_kvconform.rigs.probe_subject import BadSubject, probe_subject
 from pytest_kvconform.rigs.processes import author_hook
 from pytest_kvconform.rigs.processes.marks import Marks
 from pytest_kvconform.rigs.scheduler.bench import SchedulerBench
 from pytest_kvconform.rigs.second_zygote import SecondZygote
 from pytest_kvconform.rigs.serving.bench import ServingBench
+from pytest_kvconform.rigs.serving.metrics import Unreachable
+from pytest_kvconform.rigs.serving.server import Endpoint
 
 if TYPE_CHECKING:
     from pytest_kvconform.settings import Settings
@@ -105,3 +108,24 @@ class Bench:
         author_hook.end(self.context.address)
         self.scheduler.drop()
         return [*self._second_zygote.close(), *(self._nodes.close() if self._nodes else [])]
+
+
+def facts_of_deployment(
+    settings: Settings, address: str, subject: Subject, deadline_s: float
+) -> SubjectFacts:
+    """What is known of a connector in servers that already run: neither it nor vLLM need be installed here.
+
+    Raises Blocked or HarnessError.
+    """
+    wait_for_zygote(address, deadline_s)
+    decode, version = Endpoint("decode server", settings.decode_url, headers=settings.headers), ""
+    with contextlib.suppress(Unreachable):  # told where it is asked
+        version = decode.version()
+    return SubjectFacts(
+        name=subject.connector,
+        module=subject.module or "",
+        file="",
+        supports_hma=True,
+        vllm=version,
+        device="",
+    )

@@ -51,8 +51,8 @@ class SubjectFacts(msgspec.Struct, frozen=True, kw_only=True):
     module: str
     file: str
     supports_hma: bool
-    vllm: str  # version
-    device: str  # "cpu" or "cuda": what this vLLM runs on
+    vllm: str  # version; of a deployment that of its decode server, "" if it tells none
+    device: str  # "cpu" or "cuda": what this vLLM runs on; "" of a deployment
     # packages of this environment that do not load beside its torch, and what was done about it
     mended: str = ""
     kernels: str = ""  # vLLM's library of kernels for CPUs: "_C", "_C_AVX512" or "_C_AVX2"

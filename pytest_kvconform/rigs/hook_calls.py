@@ -16,7 +16,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from pytest_kvconform.case_outcome import MOST_CALLS
-from pytest_kvconform.result import HookCall
+from pytest_kvconform.result import HookCall, message_of, utf8
 from pytest_kvconform.rigs.vllm_setup.hooks import BOTH, HOOKS, WORKER
 
 NEAR = 12  # a call like one of so many last records is counted there
@@ -156,10 +156,7 @@ def short(value: Any) -> str:
 
 def raised(error: BaseException) -> str:
     """Return a short text of an exception that a hook raised."""
-    try:
-        message = " ".join(str(error).split())
-    except Exception:
-        message = ""
+    message = " ".join(message_of(error).split())
     return _cut(f"raised {type(error).__name__}" + (f": {message}" if message else ""))
 
 
@@ -195,7 +192,10 @@ def _fields(value: Any) -> list[str]:
 def _requests(arguments: tuple[Any, ...]) -> tuple[str, ...]:
     """Return the ids of the requests that a call is about."""
     first: Any = arguments[0] if arguments else None
-    found = getattr(first, "request_id", None)
+    try:
+        found = getattr(first, "request_id", None)
+    except Exception:  # of metadata, which is the connector's
+        return ()
     if type(found) is str:
         return (found[:LONGEST],)
     ids = set(first) if type(first) in (set, frozenset) else set[Any]()
@@ -215,7 +215,7 @@ def _given(hook: str, arguments: tuple[Any, ...]) -> str:
 
 
 def _cut(text: str) -> str:
-    text = text.encode(errors="backslashreplace").decode()  # a report is UTF-8
+    text = utf8(text)
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
 
 

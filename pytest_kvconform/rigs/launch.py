@@ -252,6 +252,7 @@ def environment(run_dir: Path, declared: Mapping[str, str] = {}) -> dict[str, st
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "HF_HUB_OFFLINE": "1",
+        "VLLM_API_KEY": "",  # servers that are started here are asked without one
         "NO_PROXY": (direct := _with_loopback(os.environ.get("NO_PROXY", os.environ.get("no_proxy", "")))),
         "no_proxy": direct,
         "VLLM_LOGGING_LEVEL": "WARNING",

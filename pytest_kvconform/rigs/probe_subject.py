@@ -30,22 +30,6 @@ class BadSubject(Exception):
     """
 
 
-def facts_of_deployment(address: str, subject: Subject, deadline_s: float) -> SubjectFacts:
-    """What is known of a connector in servers that already run: neither it nor vLLM need be installed here.
-
-    Raises Blocked or HarnessError.
-    """
-    wait_for_zygote(address, deadline_s)
-    return SubjectFacts(
-        name=subject.connector,
-        module=subject.module or "",
-        file="",
-        supports_hma=True,
-        vllm="",
-        device=subject.requires_device or "cpu",
-    )
-
-
 def probe_subject(address: str, subject: Subject, deadline_s: float) -> SubjectFacts:
     """Wait for the zygote, then look at the connector's class in a child.
 

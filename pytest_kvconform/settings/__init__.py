@@ -12,9 +12,8 @@ part of the standard library.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from pytest_kvconform.settings.parsers import (
     object_or_path,
     one_of,
     parse_factor,
+    parse_headers,
     parse_requests,
     parse_seconds,
     parse_seed,
@@ -38,11 +38,13 @@ from pytest_kvconform.settings.parsers import (
     word_or_function,
     words_and_those_before,
 )
+from pytest_kvconform.settings.places import HUB as HUB
+from pytest_kvconform.settings.places import Places
 from pytest_kvconform.settings.tables import BadSetting as BadSetting
 from pytest_kvconform.settings.tables import read_table, refuse_unknown_settings
 
 OTHER_VARIABLES = ("KVCONFORM_CACHE_DIR",)  # read elsewhere: where built checkpoints are kept
-HUB = "hub"  # of --kv-gsm8k: no folder
+KEY_VARIABLE = "OPENAI_API_KEY"  # as OpenAI's own clients and lm-eval name it
 NIGHTLY = "nightly"  # as in model_matrix/nightly.py
 # vLLM chooses its kernels by these. The newest is first, and a CPU with one of them has all that follow.
 CPU_FEATURES = ("amx_tile", "avx512_bf16", "avx512")
@@ -72,7 +74,7 @@ toml_row = partial(row, toml_only=True)
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What the user asked for. A setting whose default is a tuple may be repeated and may hold commas."""
+    """What the user asked for. A setting whose default is a tuple may be repeated."""
 
     connector: str = row(
         "",
@@ -147,6 +149,14 @@ class Settings:
         parse_url,
         "URL",
         "server that answers without the connector; default: the decode server, which is then asked alone",
+    )
+    header: tuple[str, ...] = row(
+        (),
+        parse_headers,
+        "NAME: VALUE",
+        "header of every request to a deployment, beside the key in the variable OPENAI_API_KEY; no report "
+        "has its value",
+        is_secret=True,
     )
     device: str = row("auto", one_of("auto", "cpu", "cuda"), "auto|cpu|cuda", "where the engines run")
     hide_cpu: tuple[str, ...] = row(
@@ -274,6 +284,14 @@ class Settings:
 
     # setting -> "command line", the name of the variable, "pyproject.toml" or "default"
     origins: dict[str, str] = field(default_factory=dict)
+    api_key: str = field(default="", repr=False)  # of a deployment: OPENAI_API_KEY of the environment
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """The headers of every request to a deployment. Those of --kv-header win over the key's."""
+        key = (f"Authorization: Bearer {self.api_key}",) if self.api_key else ()
+        pairs = (one.split(": ", 1) for one in (*key, *self.header))
+        return dict({name.casefold(): (name, value) for name, value in pairs}.values())
 
 
 def _rows() -> Iterable[Option]:
@@ -298,43 +316,23 @@ def load(
     """
     table = read_table(root / "pyproject.toml")
     refuse_unknown_settings(environment, table, OPTIONS, OTHER_VARIABLES)
+    places = Places(command_line, environment, table, root, last_seed)
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     for option in OPTIONS:
         of_another = option.name in CONNECTOR_SETTINGS and table.get(
             "connector", values.get("connector")
         ) != values.get("connector")
-        for raw, origin, place in (
-            (command_line.get(option.dest), "command line", option.flag),
-            (environment.get(option.variable) or None, option.variable, option.variable),
-            (
-                None if of_another else table.get(option.key),
-                "pyproject.toml",
-                f"pyproject.toml: tool.kvconform.{option.key}",
-            ),
-        ):
-            if raw is None or (raw == [] and option.repeatable):
-                continue
-            try:
-                value = option.parse(raw)
-                if value == "last" and option.name == "seed":
-                    value = _previous(last_seed)
-            except ValueError as error:
-                raise BadSetting(f"{place}: {error}") from None
-            is_path = option.is_path and (option.name, value) != ("gsm8k", HUB)
-            if is_path and origin == "pyproject.toml" and not value.lstrip().startswith("{"):
-                value = os.path.normpath(root / value)
-            values[option.name], origins[option.name] = value, origin
-            break
-        else:
-            origins[option.name] = "default"
-    return Settings(**values, origins=origins)
-
-
-def _previous(seed: int | None) -> int:
-    if seed is None:
-        raise ValueError("there is no previous run whose seed could be used; give a number")
-    return seed
+        found = places.find(option, in_table=not of_another)
+        origins[option.name] = found[1] if found else "default"
+        values |= {option.name: found[0]} if found else {}
+    settings = Settings(**values, origins=origins)
+    if not settings.deployed:
+        return settings
+    key = environment.get(KEY_VARIABLE, "").strip()
+    if not (key.isascii() and key.isprintable()):
+        raise BadSetting(f"{KEY_VARIABLE}: expected a key of visible ASCII characters")
+    return replace(settings, api_key=key)
 
 
 def non_default(settings: Settings) -> list[tuple[Option, Any, str]]:

@@ -17,8 +17,10 @@ def option(
     *,
     toml_only: bool = False,
     is_path: bool = False,
+    is_secret: bool = False,
 ) -> Any:
-    return field(default=default, metadata={"option": (parse, metavar, help, toml_only, is_path)})
+    row = (parse, metavar, help, toml_only, is_path, is_secret)
+    return field(default=default, repr=not is_secret, metadata={"option": row})
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,7 @@ class Option:
     help: str
     toml_only: bool  # describes the connector, not a run
     is_path: bool  # relative to pyproject.toml if it was set there
+    is_secret: bool  # headers, of which people see the names alone
 
     @property
     def flag(self) -> str:
@@ -54,8 +57,19 @@ class Option:
         return isinstance(self.default, tuple)
 
     @property
+    def repeats(self) -> str:
+        """How the setting may be given more than once, for its help; "" if it may not."""
+        if not self.repeatable:
+            return ""
+        return "; may be repeated" if self.is_secret else "; may be repeated, or hold commas"
+
+    @property
     def switch(self) -> bool:
         return self.default is False
+
+    def shown(self, value: Any) -> Any:
+        """The value as terminals and reports have it."""
+        return tuple(f"{one.partition(':')[0]}: ..." for one in value) if self.is_secret else value
 
     @property
     def shown_default(self) -> str:

@@ -71,6 +71,33 @@ def parse_words(value: Any) -> tuple[str, ...]:
     )
 
 
+def parse_headers(value: Any) -> tuple[str, ...]:
+    """Return headers of HTTP, each `Name: value`, from one text with a line for each, or a list of texts.
+
+    No message shows what was given: it may hold a key.
+    """
+    texts = [value] if isinstance(value, str) else value
+    headers = [("", "")]  # which is none
+    if isinstance(texts, list | tuple) and all(isinstance(text, str) for text in texts):
+        pairs = (line.partition(":") for text in texts for line in text.splitlines() or [""])
+        headers = [(name.strip(), content.strip()) for name, _, content in pairs]
+    if not all(_is_header(*one) for one in headers):
+        raise ValueError("expected the name of a header and its value, such as 'X-Api-Key: ...'")
+    return tuple(f"{name}: {content}" for name, content in headers)
+
+
+def _is_header(name: str, content: str) -> bool:
+    """Whether HTTP can carry a header (RFC 9110, 5.1 and 5.5), in ASCII alone."""
+    letters = name.replace("-", "").replace("_", "")
+    return (
+        letters.isascii()
+        and letters.isalnum()
+        and bool(content)
+        and content.isascii()
+        and content.isprintable()
+    )
+
+
 def words_and_those_before(*valid: str) -> Callable[[Any], tuple[str, ...]]:
     """Return a parser of some of these words. It returns the last one that is named, and all before it."""
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from model_matrix import parse_topology
 from pytest_kvconform import rules
+from pytest_kvconform.kvspace.kinds import SAME
+from pytest_kvconform.kvspace.pools.addresses import COORDINATES
 from pytest_kvconform.kvspace.pools.diagnose import count_pool, diagnose_pool
 from pytest_kvconform.kvspace.pools.draw import draw_pool
 from pytest_kvconform.result import Blocked, Cell, Evidence, Finding, HarnessError, NotApplicable, Violation
 from pytest_kvconform.rigs.bench import Bench
+from pytest_kvconform.rigs.bytes.overwriter import NUMBERS
 from pytest_kvconform.rigs.peers.bench import seconds
 from pytest_kvconform.rigs.peers.scenario_engines import (
     NO_TRANSFER,
@@ -97,6 +102,13 @@ def outcome_of(ended: DecodeResult) -> str:
     if not sum(check.rows_due for check in ended.checks):
         raise HarnessError("D loaded something, and no rank compared it")
     return WRONG if any(wrong_words(check, "attention") for check in ended.checks) else RIGHT
+
+
+def was_overwritten(ended: DecodeResult) -> bool:
+    """Whether all wrong words of a request are those of requests that P has computed in freed blocks."""
+    runs = [check.pool.runs[check.pool.runs["kind"] != SAME] for check in ended.checks if check.pool.wrong]
+    found = np.concatenate([one["found"] for one in runs]) if runs else np.zeros(0, dtype=COORDINATES)
+    return len(found) > 0 and bool(((found["engine"] == 0) & np.isin(found["owner"], NUMBERS)).all())
 
 
 def broken_rule(rule: str, what: str) -> str:

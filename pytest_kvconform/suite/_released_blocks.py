@@ -36,11 +36,11 @@ def check_all_freed(
                     differs="; ".join(groups),
                     diagnosis=SAVES
                     if store and role == "P"
-                    else "D never notified P that it has read the blocks, or that it will not, so P "
-                    "waits for the lease to end"
+                    else "the connector has not reported in finished_sending that P may free them: D has not "
+                    "notified P that it has read the blocks, or will not, or P does not act on it"
                     if role == "P"
-                    else "the connector never reported the end of a load, so the scheduler keeps the blocks "
-                    "of the load",
+                    else "the connector has not reported that D may free them: the end of a load in "
+                    "finished_recving, or of a request whose blocks it keeps in finished_sending",
                     signature=f"{role} keeps blocks",
                 )
             )

@@ -84,7 +84,7 @@ def first_look(
     look = Look(subject, (answers, answers), NOTHING, (NOTHING, NOTHING))
     canary = CanaryExam(Path(), ("",) * COUNT, ("",) * COUNT) if taught else None
     exam = Exam(Path(), 0, Questions(task="", data="", count=COUNT, longest_answer=3), canary=canary)
-    return Runs((look,)), exam, SimpleNamespace(progress=lambda sentence: None)
+    return Runs((look,), 16), exam, SimpleNamespace(progress=lambda sentence: None)
 
 
 def test_a_question_that_stays_odd_is_wrong_if_a_right_hand_over_changes_nothing(

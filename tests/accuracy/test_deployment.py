@@ -30,11 +30,13 @@ ANSWERED, LOADED = "every_question_is_answered", "each_question_is_loaded"
 NOWHERE = "http://127.0.0.1:9"
 
 
-def ends(case_runner: CaseRunner, settings: Settings) -> dict[str, CaseEnd]:
+def ends(
+    case_runner: CaseRunner, settings: Settings, progress: Callable[[str], None] = lambda sentence: None
+) -> dict[str, CaseEnd]:
     """How each case ends on a deployment."""
     subject = resolve(settings)
-    facts = facts_of_deployment(case_runner.zygote.address, subject, 60.0)
-    bench = Bench(case_runner.zygote.address, subject, settings, facts, lambda sentence: None)
+    facts = facts_of_deployment(settings, case_runner.zygote.address, subject, 60.0)
+    bench = Bench(case_runner.zygote.address, subject, settings, facts, progress)
     bench.use(CELL)
     try:
         return {

@@ -7,9 +7,7 @@ import os
 import shutil
 import signal
 import socket
-import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,18 +17,10 @@ import pytest
 
 from pytest_kvconform import extras
 from pytest_kvconform.result import Blocked, Cell, NotApplicable
-from pytest_kvconform.rigs import launch
 from pytest_kvconform.rigs.context import RunningEngines
 from pytest_kvconform.rigs.serving import bench, chain, data, evaluator, preload, record, server
 from pytest_kvconform.rigs.serving.messages import Answer, Answers, Questions
-from pytest_kvconform.rigs.serving.metrics import (
-    Counters,
-    Unreachable,
-    get,
-    is_bytes_moved,
-    read_block_size,
-    read_counters,
-)
+from pytest_kvconform.rigs.serving.metrics import Counters
 from pytest_kvconform.rigs.serving.observation import Look, Runs
 from pytest_kvconform.settings import Settings
 from pytest_kvconform.subject import resolve
@@ -54,8 +44,8 @@ def test_a_router_that_dies_in_the_middle_is_no_violation(
 
     answered = evaluator.Progress.answered
 
-    def kill_router(self: Any, count: int, what: str) -> None:
-        answered(self, count, what)
+    def kill_router(self: Any, count: int, total: int, what: str) -> None:
+        answered(self, count, total, what)
         if what == bench.SUBJECT and count == 3:
             os.kill(chains[0].processes[-1].process.pid, signal.SIGTERM)
 
@@ -239,7 +229,7 @@ def test_answers_of_an_earlier_run_are_removed_and_new_ones_appear_whole(
 ) -> None:
     cell, one = Cell("llama", "P1D1"), Answers(answers=(Answer(0, "#### 2", True, True),))
     nothing = Counters(external=0, local=0, computed=0)
-    runs = Runs((Look(one, (one, one), nothing, (nothing, nothing)),))
+    runs = Runs((Look(one, (one, one), nothing, (nothing, nothing)),), 16)
     file = record.write_answers(runs, tmp_path, cell)
     assert [path.name for path in tmp_path.iterdir()] == ["answers-llama-P1D1.jsonl"]
     before = file.read_bytes()
@@ -255,83 +245,15 @@ def test_the_estimate_of_the_end_is_of_all_looks(monkeypatch: pytest.MonkeyPatch
     clock, said = [0.0], list[str]()
     monkeypatch.setattr(evaluator, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     context = SimpleNamespace(progress=said.append)
-    progress = evaluator.Progress(context, 10, 3, 8)  # type: ignore[arg-type]
+    progress = evaluator.Progress(context, 3, 8)  # type: ignore[arg-type]
     for look in range(2):
         for _ in range(3):
             for count in range(1, 11):
                 clock[0] += 1.0
-                progress.answered(count, "the subject")
+                progress.answered(count, 10, "the subject")
             progress.end_of_run()
         progress.end_of_look()
         assert progress.done == 30 * (look + 1)
     assert "1 of 10 questions answered by the subject, about 29 s left" in said[0]
     assert "6 of 10 questions answered by the subject, about 24 s left" in said[1]
     assert "look 2 of at most 8, at most 209 s left" in said[6]
-
-
-# ---- metrics -------------------------------------------------------------------------------------
-
-METRICS = """\
-# TYPE vllm:prompt_tokens_by_source counter
-vllm:prompt_tokens_by_source_total{engine="0",source="local_compute"} 650.0
-vllm:prompt_tokens_by_source_total{engine="0",source="external_kv_transfer"} 300.0
-vllm:prompt_tokens_by_source_total{engine="1",source="external_kv_transfer"} 50.0
-# TYPE vllm:nixl_bytes_transferred histogram
-vllm:nixl_bytes_transferred_bucket{engine="0",le="+Inf"} 1.0
-vllm:nixl_bytes_transferred_count{engine="0"} 1.0
-vllm:nixl_bytes_transferred_sum{engine="0"} 1.376256e+06
-"""
-
-
-def test_the_block_size_is_a_label() -> None:
-    line = 'vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="None"} 1.0\n'
-    assert read_block_size(f"# TYPE vllm:cache_config_info gauge\n{line}") == 16
-    assert read_block_size(METRICS) == 0
-
-
-def test_counters_are_sums_over_engines() -> None:
-    counters = read_counters(METRICS)
-    assert (counters.external, counters.local, counters.computed) == (350, 0, 650)
-    assert counters.moved == {"vllm:nixl_bytes_transferred_sum": 1376256}
-    assert counters.since(counters).external == 0
-    assert (counters + counters).external == 700
-
-
-@pytest.mark.parametrize(
-    ("name", "moved"),
-    [
-        ("vllm:nixl_bytes_transferred_sum", True),
-        ("vllm:kv_offload_load_bytes_total", True),
-        ("vllm:nixl_bytes_transferred_count", False),
-        ("vllm:estimated_read_bytes_per_gpu_total", False),
-        ("process_resident_memory_bytes", False),
-    ],
-)
-def test_metrics_of_bytes_are_known_by_their_names(name: str, moved: bool) -> None:
-    assert is_bytes_moved(name) is moved
-
-
-def test_loopback_is_not_asked_through_a_proxy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    class Healthy(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.end_headers()
-
-        def log_message(self, *args: Any) -> None:
-            pass
-
-    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
-    monkeypatch.setenv("no_proxy", "example.org")
-    monkeypatch.delenv("NO_PROXY", raising=False)
-    assert launch.environment(tmp_path)["NO_PROXY"] == "example.org,127.0.0.1,localhost"
-    with HTTPServer(("127.0.0.1", 0), Healthy) as answering:
-        threading.Thread(target=answering.handle_request, daemon=True).start()
-        assert get(f"http://127.0.0.1:{answering.server_port}/health", 5.0) == ""
-
-
-def test_a_server_that_does_not_answer_is_named() -> None:
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{unused.getsockname()[1]}/health"
-        with pytest.raises(Unreachable, match=rf"^{url} does not answer: "):
-            get(url, 1.0)

@@ -296,6 +296,6 @@ def look(subject: dict[int, tuple[str, bool]], count: int) -> Look:
 )
 def test_questions_are_asked_again_only_in_doubt(odd: int, lost: int, again: bool) -> None:
     questions = {n: ("other", n >= lost) for n in range(odd)}
-    runs = Runs((look(questions, 1319),))
+    runs = Runs((look(questions, 1319),), 16)
     exam = data.Exam(Path(), 0, data.Questions(task="", data="", count=1319, longest_answer=0), gate.LOOKS)
     assert bench_of_servers.wants_more(runs, replace(exam, model="a real one")) is again

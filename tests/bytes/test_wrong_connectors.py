@@ -94,7 +94,7 @@ WRONG = [
     mistake(
         "ShortWindow",
         rows(
-            r"the first block of the window was never read \(all 45056 words in "
+            r"the first block of the window was never written \(all 45056 words in "
             r"model\.layers\.0\.self_attn\.attn and 21 more layers\)$"
         ),
         family="gemma3_1b",
@@ -196,7 +196,7 @@ WRONG = [
         {
             "p_pool_is_unchanged": (
                 rf"{WRITTEN_TO}: \d+ words of {LAYERS} "
-                "hold memory that the decoder never wrote$"
+                "hold memory that the decoder had not written$"
             ),
             "attention_kv_arrives": rf"no byte of {LAYERS} was written \(all 884736 words\)$",
         },

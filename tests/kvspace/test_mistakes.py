@@ -8,12 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pytest_kvconform.kvspace.kinds import MOVED
-from pytest_kvconform.kvspace.pools import mistakes
+from pytest_kvconform.kvspace.pools import mistakes, sources
 from pytest_kvconform.kvspace.pools.compare import PoolComparison, compare_pool
 from pytest_kvconform.kvspace.pools.diagnose import diagnose_pool
-from pytest_kvconform.kvspace.pools.mistakes import Source, name_mistakes
+from pytest_kvconform.kvspace.pools.mistakes import name_mistakes
 from pytest_kvconform.kvspace.pools.poison import poison
 from pytest_kvconform.kvspace.pools.regions import write_tokens
+from pytest_kvconform.kvspace.pools.sources import Source
 from tests.kvspace.pools import Pool, attention, pools, shuffled, state
 
 SETTINGS = settings(max_examples=30, deadline=None)
@@ -208,21 +209,56 @@ def test_the_local_stride_used_for_remote_blocks_is_named(n, heads, tokens, seed
 
 @SETTINGS
 @given(st.integers(3, 16), st.integers(1, 4), st.integers(1, 60), st.integers(0, 99))
-def test_blocks_read_after_they_were_overwritten_are_named(n, heads, tokens, seed):
+def test_blocks_read_before_anything_was_written_are_named(n, heads, tokens, seed):
     """P's poison holds the offset of the right place."""
     prefiller = one_layer("hnp", n, heads, tokens, engine=0, seed=seed)
     prefiller.poison()
     (region,), table = prefiller.regions, prefiller.held[LAYER]
-    source = Source((region,), {(LAYER, 3): table})
+    source = Source((region,), {(LAYER, 3): table}, dict.fromkeys(table, (3,)))
     found = put(one_layer("hnp", n, heads, tokens), pages(prefiller, prefiller.storage))
-    assert name_mistakes(found, source) == (mistakes.TOO_LATE,)
+    assert name_mistakes(found, source) == (sources.TOO_EARLY,)
     assert (
         diagnose_pool(found, source=source)
-        == f"{mistakes.TOO_LATE}: this explains all {found.wrong} words in {LAYER}"
+        == f"{sources.TOO_EARLY}: this explains all {found.wrong} words in {LAYER}"
     )
     assert name_mistakes(found) == ()  # P's blocks are needed for this name
-    elsewhere = Source((region,), {(LAYER, 3): [block + 1 for block in table]})
+    elsewhere = Source((region,), {(LAYER, 3): [block + 1 for block in table]}, source.writers)
     assert name_mistakes(found, elsewhere) == ()
+    unknown = Source((region,), {(LAYER, 3): table})  # P may never have computed it
+    assert name_mistakes(found, unknown) == ()
+    assert "were copied from memory that the prefiller had not written by then" in diagnose_pool(
+        found, source=unknown
+    )
+
+
+@pytest.mark.parametrize(
+    ("writers", "name"),
+    [
+        ((9, 3), (sources.TOO_EARLY,)),
+        ((3, 9), (sources.TOO_LATE,)),
+        ((3, 7, 9, 8), (sources.TOO_LATE,)),
+        ((9, 3, 9), ()),  # before or after
+        ((9,), ()),
+        ((3,), ()),  # the words of 9 are from elsewhere
+    ],
+)
+@pytest.mark.parametrize("poisoned", [False, True])
+def test_words_of_another_request_stood_there_before_or_after(writers, name, poisoned):
+    """In the right places there are the words of request 9, in one block perhaps poison."""
+    prefiller = one_layer("hnp", 16, 2, 55, engine=0, seed=1)
+    (region,), table = prefiller.regions, prefiller.held[LAYER]
+    tokens = np.arange(64)
+    write_tokens(prefiller.storage, region, np.array(table)[tokens // 16], tokens, 9, 0, 0)
+    tables = {(LAYER, 3): table, (LAYER, 9): table}
+    if poisoned:
+        poison(prefiller.storage, 0, [region], [table[1]])
+    found = put(one_layer("hnp", 16, 2, 55), pages(prefiller, prefiller.storage))
+    source = Source((region,), tables, dict.fromkeys(table, writers))
+    if poisoned and name == (sources.TOO_LATE,):
+        name = (sources.EARLY_AND_LATE,)
+    assert name_mistakes(found, source) == name
+    said = diagnose_pool(found, source=source)
+    assert said.startswith(name[0] if name else "rows of another request (owner 9)"), said
 
 
 @pytest.mark.parametrize(("tokens", "heads"), [(54, 8), (49, 3), (63, 8)])

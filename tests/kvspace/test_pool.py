@@ -128,7 +128,9 @@ def test_a_byte_changed_where_nothing_was_due_is_collateral(pool, data):
     pool.storage[at] ^= data.draw(st.integers(1, 255))
     found = compared(pool)
     assert found.words == {COLLATERAL: 1}
-    assert "wrote outside its own blocks" in diagnose_pool(found)
+    # one such word in 64 is like one of P's, see words.py
+    likely, else_ = "something wrote where nothing was due: ", "a load wrote outside its own blocks: "
+    assert diagnose_pool(found).startswith((likely, else_))
     mask = np.zeros(len(pool.storage), dtype=bool)
     mask[at] = True
     assert not compared(pool, ignore=mask).wrong

@@ -156,13 +156,13 @@ def conv_of_others(made: Pool) -> None:
             lambda made: write(made, ALL, ALL, engine=1),
             "rows that the decoder computed instead of the prefiller",
         ),
-        (window, "the first block of the window was never read"),
-        (lambda made: unwrite(made, 0, TABLE[:1]), "the first block was never read"),
+        (window, "the first block of the window was never written"),
+        (lambda made: unwrite(made, 0, TABLE[:1]), "the first block was never written"),
         (lambda made: unwrite(made, 0, TABLE[-1:]), "the last (partial) block was never written"),
         (lambda made: unwrite(made, 1, TABLE), f"no byte of {DRAFT} (draft) was written"),
         (
             lambda made: unwrite(made, 1, TABLE, engine=0),
-            "were copied from memory that the prefiller never wrote",
+            f"words in {DRAFT} (draft) were copied from memory that the prefiller had not written by then",
         ),
         (lambda made: unwrite(made, 0, TABLE[1:3]), "tokens 16-47 were never written"),
         (one_token, "token 3 was never written"),
@@ -204,7 +204,7 @@ def test_all_layers_are_counted_however_few_runs_are_kept():
 @pytest.mark.parametrize(
     ("change", "held"),
     [
-        (lambda made: unwrite(made, 0, TABLE[:2]), "memory that the decoder never wrote"),
+        (lambda made: unwrite(made, 0, TABLE[:2]), "memory that the decoder had not written"),
         (lambda made: write(made, ALL, ALL, engine=1), "what the decoder computed"),
         (zero_blocks, "zeros"),
         (flip, "bytes that are neither KV nor poison"),
@@ -228,3 +228,16 @@ def test_the_picture_shows_the_blocks_in_table_order():
     assert lines[0].split() == ["block", *map(str, TABLE)]
     assert lines[1].split() == ["layers.0.self_attn", "K", ".", "-", ".", ".", ".", "."]
     assert lines[2].split()[1] == "V" and "(6 rows are correct)" in lines[3]
+
+
+def test_what_no_transfer_can_have_brought_is_not_called_a_load():
+    """The decoder's own words, and bytes that are none, in a block where nothing was due."""
+
+    def own(made: Pool) -> None:
+        write_tokens(made.storage, made.regions[0], 17, [5], 3, 1, 0)
+
+    def noise(made: Pool) -> None:
+        made.regions[0].of(made.storage)[17, 0, 0, 0] = 0x55
+
+    for change in (own, noise):
+        assert explained(change).startswith("something wrote where nothing was due: block 17 holds")

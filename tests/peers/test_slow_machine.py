@@ -83,17 +83,32 @@ def test_a_run_that_was_too_slow_is_late() -> None:
 def test_a_hook_that_may_have_waited_for_a_thread_without_a_core_is_not_judged(
     monkeypatch: pytest.MonkeyPatch, seconds: float, others: float, outcome: str
 ) -> None:
-    calls = np.array([[0.4, 0.3, 0.3], [0.5, seconds, others], [2.5, 0.01, 0.0]])
-    rank = RankObservation(0, (), 3, 0, 0, calls)
+    bench = calls_of_start_load_kv([[0.4, 0.3, 0.3], [0.5, seconds, others], [2.5, 0.01, 0.0]], monkeypatch)
+    expected = {"passes": contextlib.nullcontext(), "fails": pytest.raises(Violation)}
+    with expected.get(outcome, pytest.raises(Blocked, match="too slow to tell whether it waits for P")):
+        unreachable.start_load_kv_does_not_wait_for_p(bench, "meeting")
+
+
+@pytest.mark.parametrize(
+    ("calls", "when"), [([[2.5, 0.01, 0.0]], "was stopped"), ([[0.5, 1.0, 0.0]], "went on")]
+)
+def test_a_hook_that_was_not_called_was_not_measured(
+    monkeypatch: pytest.MonkeyPatch, calls: list[list[float]], when: str
+) -> None:
+    bench = calls_of_start_load_kv(calls, monkeypatch)
+    with pytest.raises(Blocked, match=f"did not call start_load_kv once while P {when}"):
+        unreachable.start_load_kv_does_not_wait_for_p(bench, "meeting")
+
+
+def calls_of_start_load_kv(calls: list[list[float]], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A bench that has observed a P which stood still for the first second, and not in the third one."""
+    rank = RankObservation(0, (), 3, 0, 0, np.array(calls))
     words = {"meeting_from": 0.0, "meeting_to": 1.0, "calm_from": 2.0, "calm_to": 3.0}
     observed = replace(scenario("length", 1.0), numbers=words)
     monkeypatch.setattr(unreachable, "completed", lambda *_: observed)
     monkeypatch.setattr(unreachable, "engine", lambda *_: SimpleNamespace(ranks=(rank,)))
     monkeypatch.setattr(unreachable, "check_right", lambda *_: None)
-    peers = SimpleNamespace(scaled_seconds=lambda seconds: seconds, lease_s=LEASE_S)
-    expected = {"passes": contextlib.nullcontext(), "fails": pytest.raises(Violation)}
-    with expected.get(outcome, pytest.raises(Blocked, match="too slow to tell whether it waits for P")):
-        unreachable.start_load_kv_does_not_wait_for_p(SimpleNamespace(peers=peers), "meeting")
+    return SimpleNamespace(peers=SimpleNamespace(scaled_seconds=lambda seconds: seconds, lease_s=LEASE_S))
 
 
 def beside_a_silent_peer(

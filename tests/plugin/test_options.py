@@ -28,6 +28,7 @@ DOES = {  # option -> arguments that must change something, and what is then dif
         f"{name}_url": ([f"--kv-{name}-url=http://127.0.0.1:1"], lambda run: run.code)
         for name in ("router", "prefill", "decode", "baseline")
     },
+    "header": (["--kv-header=X-Key: a"], lambda run: run.code),
     # what it does to vLLM: tests/engine/test_cpu_features.py
     "stand_in": (["--kv-stand-in"], lambda run: run.report["settings"]["stand-in"]),
     "hide_cpu": (["--kv-hide-cpu=avx512"], lambda run: run.report["settings"]["hide-cpu"]),
@@ -195,6 +196,7 @@ def test_help_lists_exactly_these_options(kv):
         "--kv-prefill-url",
         "--kv-decode-url",
         "--kv-baseline-url",
+        "--kv-header",
         "--kv-device",
         "--kv-hide-cpu",
         "--kv-stand-in",

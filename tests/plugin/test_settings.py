@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from pytest_kvconform.report import document, failure
 from pytest_kvconform.settings import OPTIONS, BadSetting, Settings, load
+from pytest_kvconform.subject import Subject
 
 # setting -> (two texts, their values): a flag and a variable take the text, the table takes the value
 SAMPLES = {
@@ -23,6 +25,7 @@ SAMPLES = {
         f"{name}_url": [("http://a:1", "http://a:1"), ("https://b", "https://b")]
         for name in ("router", "prefill", "decode", "baseline")
     },
+    "header": [("X-Key: a, b", ("X-Key: a, b",)), ("A:b\nc : d", ("A: b", "c: d"))],
     "device": [("cpu", "cpu"), ("cuda", "cuda")],
     "hide_cpu": [
         ("avx512_bf16", ("amx_tile", "avx512_bf16")),  # no CPU has AMX without AVX512-BF16
@@ -173,3 +176,44 @@ def test_other_variables_and_tables_are_ignored(tmp_path):
     settings = load({}, {"KVCONFORM_CACHE_DIR": "x", "OTHER": "y"}, tmp_path)
     assert settings == Settings(origins=settings.origins)
     assert set(settings.origins.values()) == {"default"}
+
+
+# ---- keys of a deployment ------------------------------------------------------------------------
+
+DEPLOYED = {"kv_decode_url": "http://d:1", "kv_router_url": "http://r:1"}
+
+
+def test_a_deployment_gets_the_key_of_the_environment_and_headers(tmp_path):
+    given = {**DEPLOYED, "kv_header": ["X-Key: a, b", "X-Key: c"]}
+    settings = load(given, {"OPENAI_API_KEY": " sesame\n"}, tmp_path)
+    assert settings.headers == {"Authorization": "Bearer sesame", "X-Key": "c"}
+    other = load({**DEPLOYED, "kv_header": ["authorization: Basic x"]}, {"OPENAI_API_KEY": "k"}, tmp_path)
+    assert other.headers == {"authorization": "Basic x"}
+    assert load(DEPLOYED, {}, tmp_path).headers == {}
+    assert load({}, {"OPENAI_API_KEY": "sesame"}, tmp_path).headers == {}
+
+
+def test_keys_are_in_no_report_and_in_no_line(tmp_path):
+    settings = load({**DEPLOYED, "kv_header": ["X-Key: sesame"]}, {"OPENAI_API_KEY": "sesame"}, tmp_path)
+    report = document.make_report(settings, Subject(spec="C", connector="C"), None, (), (), (), ())
+    again = failure.rerun_command(settings, "kv::a")
+    for text in (repr(settings), document.encode(report).decode(), again):
+        assert "sesame" not in text
+    assert report.settings["header"].value == ("X-Key: ...",)
+    assert "'--kv-header=X-Key: ...'" in again
+
+
+@pytest.mark.parametrize(
+    "header", ["sesame", ": sesame", "X Key: sesame", "X:", "X: \x7fsesame", "é: sesame", ""]
+)
+def test_a_bad_header_is_not_shown(header, tmp_path):
+    with pytest.raises(BadSetting) as caught:
+        load({**DEPLOYED, "kv_header": [header]}, {}, tmp_path)
+    assert str(caught.value) == (
+        "--kv-header: expected the name of a header and its value, such as 'X-Api-Key: ...'"
+    )
+
+
+def test_a_key_that_no_header_can_carry_is_not_shown(tmp_path):
+    with pytest.raises(BadSetting, match=r"^OPENAI_API_KEY: expected a key of visible ASCII characters$"):
+        load(DEPLOYED, {"OPENAI_API_KEY": "ses\name"}, tmp_path)

@@ -6,6 +6,10 @@ import collections
 import queue
 from typing import Any
 
+import pytest
+
+from pytest_kvconform.result import Blocked
+from pytest_kvconform.rigs.scheduler.leaks import mentions
 from pytest_kvconform.rigs.scheduler.live.sizes import container_sizes, growth
 
 
@@ -34,3 +38,23 @@ def test_growth_is_four_things_for_ten_requests() -> None:
     assert growth({"a": 100}, {"a": 139, "b": 1}, 100) == ""
     assert growth({}, {}, 100) == ""
     assert growth({"a": 100}, {"a": 140, "b": 1}, 100) == "a holds 140 things, 40 more than 100 requests ago"
+
+
+def test_what_was_not_reached_is_not_empty() -> None:
+    halves = {"half": [[1] for _ in range(100)], "numbers": list(range(1000))}
+    assert container_sizes(halves, most=110) == {"half": 100, "half.*": 100, "numbers": 1000}
+    with pytest.raises(Blocked, match="more than 90 objects, and what has grown cannot be told"):
+        container_sizes(halves, most=90)
+
+
+class Sly:
+    """An object of which nothing can be asked."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(f"no {name} yet")
+
+
+def test_objects_of_a_connector_may_raise_when_they_are_looked_at() -> None:
+    state = {"half": {"sly": Sly(), "ids": ["cmpl-7"]}}
+    assert container_sizes(state) == {"half": 2, "half.*": 1}
+    assert mentions(state, "cmpl-7") == ("half.ids.item",)

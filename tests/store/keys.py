@@ -98,6 +98,14 @@ class LacksDtype(Right):
         self.engine = self.engine[0], "", self.engine[2]
 
 
+class SilentAboutMisses(Right):
+    """Answers None for ever if it has some prompts, and not this one."""
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        found = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        return (None, False) if not found[0] and os.path.isdir(self._storage_path) else found
+
+
 class ForgetsNothing(Right):
     """reset_cache returns True, and every file stays."""
 

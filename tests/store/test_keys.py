@@ -31,14 +31,14 @@ def case_runner() -> Iterator[CaseRunner]:
 def run_cases(case_runner: CaseRunner, tmp_path: Path) -> Callable[[str], CellRun]:
     """Run the cases about keys on a store."""
 
-    def run(store: str, module: str = "protocol/stores/keys") -> CellRun:
+    def run(store: str, module: str = "protocol/stores/keys", case: str = "") -> CellRun:
         return case_runner.run(
             store,
             "llama3_1_8b",
             setup="b16",
             profile="" if store == "ExampleConnector" else "store",
             config=json.dumps({"kv_connector_extra_config": {"shared_storage_path": str(tmp_path)}}),
-            only=lambda planned: planned.module == module,
+            only=lambda planned: planned.module == module and planned.case.name.startswith(case),
         )
 
     return run
@@ -94,6 +94,13 @@ def test_a_wrong_store_fails_in_one_sentence(run_cases: Callable[[str], CellRun]
     assert run.failed == set(wrong.fails)
     for case, pattern in wrong.fails.items():
         assert re.search(pattern, run.findings[case].happened)
+
+
+def test_no_answer_is_no_announcement_of_nothing(run_cases: Callable[..., CellRun]) -> None:
+    run = run_cases("SilentAboutMisses", case=MODEL.partition("[")[0])
+    assert run.outcomes == {MODEL: "BLOCKED", DTYPE: "BLOCKED"}, run.findings
+    for case, what in ((MODEL, "model"), (DTYPE, "dtype")):
+        assert f"another {what} get_num_new_matched_tokens returns None for 2 s" in run.reasons[case]
 
 
 def test_a_key_without_the_blocks_before_it_fails(run_cases: Callable[..., CellRun]) -> None:

@@ -13,7 +13,8 @@ The way of one comparison:
 4. compare.py    `compare_pool` compares storage and shadow, and returns a `PoolComparison`
 5. attribute.py  assigns each difference to the layer that holds the block; classify.py gives each word a
                  kind and joins neighbouring words of one kind into runs
-6. mistakes.py   names of known layout mistakes, if one explains every wrong word
+6. mistakes.py   names of known layout mistakes, if one explains every wrong word; sources.py: where P's rows
+                 lie, and whether what was found stood there before them or after them
 7. diagnose.py   one sentence: the named mistake, or what happened to the coordinates. Parts of it come from
                  sentences.py
 8. draw.py       a picture: layers by blocks
@@ -22,5 +23,5 @@ The way of one comparison:
 put the sentence and the picture into a Finding.
 
 Imports: NumPy and kvspace/kinds.py. Within the room: addresses <- poison <- words <- regions <- classify
-<- attribute <- compare <- {mistakes, sentences} <- diagnose; compare <- draw.
+<- attribute <- compare <- {sources <- mistakes, sentences} <- diagnose; compare <- draw.
 """

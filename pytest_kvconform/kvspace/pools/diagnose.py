@@ -22,7 +22,7 @@ from pytest_kvconform.kvspace.kinds import (
 )
 from pytest_kvconform.kvspace.pools.addresses import ATTENTION, POISON, STATE, Array
 from pytest_kvconform.kvspace.pools.compare import PoolComparison
-from pytest_kvconform.kvspace.pools.mistakes import Source, name_mistakes
+from pytest_kvconform.kvspace.pools.mistakes import name_mistakes
 from pytest_kvconform.kvspace.pools.regions import Region
 from pytest_kvconform.kvspace.pools.sentences import (
     ENGINES,
@@ -36,6 +36,7 @@ from pytest_kvconform.kvspace.pools.sentences import (
     words_of,
     zeroed,
 )
+from pytest_kvconform.kvspace.pools.sources import Source
 
 
 def diagnose_pool(
@@ -80,7 +81,7 @@ def diagnose_source(comparison: PoolComparison) -> str:
         if found["kind"] in (ATTENTION, STATE):
             what = f"what {ENGINES[found['engine']]} computed"
         elif found["kind"] == POISON:
-            what = f"memory that {ENGINES[found['engine']]} never wrote"
+            what = f"memory that {ENGINES[found['engine']]} had not written"
         else:
             what = "zeros" if run["kind"] == ZEROED else NO_ADDRESS
         contents[what] += int(run["words"])

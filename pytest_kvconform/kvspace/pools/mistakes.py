@@ -11,26 +11,19 @@ layout is read as an index in the order of another.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
 from pytest_kvconform.kvspace.kinds import MOVED, SAME, UNWRITTEN, ZEROED
-from pytest_kvconform.kvspace.pools.addresses import ATTENTION, POISON, STATE, Array
+from pytest_kvconform.kvspace.pools.addresses import ATTENTION, STATE, Array
 from pytest_kvconform.kvspace.pools.compare import PoolComparison
 from pytest_kvconform.kvspace.pools.poison import same_place
 from pytest_kvconform.kvspace.pools.regions import Region
+from pytest_kvconform.kvspace.pools.sources import Source, place_in, region_in, sample, when_read
 
 Place = tuple[Array, Array, Array]  # slot, head as the rank counts, plane
-
-
-@dataclass(frozen=True)
-class Source:
-    """A rank of the other engine, P: where its rows lie. Some mistakes can be named only with this."""
-
-    regions: tuple[Region, ...]
-    tables: Mapping[tuple[str, int], Sequence[int]]  # (layer, owner) -> block id of each logical block
 
 
 @dataclass(frozen=True)
@@ -85,8 +78,6 @@ TOKEN_AXIS = (
 )
 ONE_GROUP = "the block ids of one group were used for the layers of another"
 LOCAL_STRIDE = "the local block stride was used to find the remote blocks"
-TOO_LATE = "the right remote blocks were read, but after they had been freed and overwritten"
-
 CATALOGUE = (
     Mistake("K and V are exchanged", 2, lambda s, h, p, n, heads: (s, h, 1 - p)),
     Mistake("the heads are in reverse order", 1, _reversed),
@@ -116,10 +107,9 @@ def name_mistakes(comparison: PoolComparison, source: Source | None = None) -> t
     ]
     if source is not None:
         tests.append((LOCAL_STRIDE, lambda: _local_stride(comparison, runs[wrong], source)))
-        tests.append((TOO_LATE, lambda: _too_late(comparison, runs[wrong], source)))
-    return tuple(
-        dict.fromkeys(name for name, test in tests if (moved or name in (LOCAL_STRIDE, TOO_LATE)) and test())
-    )
+    names = [name for name, test in tests if (moved or name == LOCAL_STRIDE) and test()]
+    when = when_read(comparison, runs[wrong], source) if source is not None else ""
+    return tuple(dict.fromkeys([*names, when] if when else names))
 
 
 def _by_region(comparison: PoolComparison) -> Iterator[tuple[Region, Array]]:
@@ -261,60 +251,13 @@ def _local_stride(comparison: PoolComparison, wrong: Array, source: Source) -> b
 
     Both the right place and the place that was read are computed as offsets in the source's storage.
     """
-    for run in _sample(wrong):
+    for run in sample(wrong):
         here, expected = comparison.regions[run["region"]], run["expected"]
-        there = _region_in(source, int(here.number))
-        right, read = _place_in(source, expected), _place_in(source, run["found"])
+        there = region_in(source, int(here.number))
+        right, read = place_in(source, expected), place_in(source, run["found"])
         if there is None or here.strides[0] == there.strides[0] or right is None or read is None:
             return False
         block = source.tables[there.layer, int(expected["owner"])][expected["token"] // there.block_size]
         if not same_place(read - right, block * (here.strides[0] - there.strides[0])):
             return False
     return len(wrong) > 0
-
-
-def _too_late(comparison: PoolComparison, wrong: Array, source: Source) -> bool:
-    """The words are from the very places of the source where the rows were, and another request's, or the
-    poison of these places: they were read too late.
-    """
-    found = wrong["found"]
-    if comparison.engine is None or not np.isin(found["kind"], (ATTENTION, POISON)).all():
-        return False
-    if (found["engine"] == comparison.engine).any():
-        return False
-    for run in _sample(wrong):
-        right, read = _place_in(source, run["expected"]), _place_in(source, run["found"])
-        if right is None or read is None or not same_place(right, read):
-            return False
-    return len(wrong) > 0
-
-
-def _sample(runs: Array) -> Array:
-    return runs[:: max(1, len(runs) // 4096)]
-
-
-def _region_in(source: Source, layer: int) -> Region | None:
-    return next(
-        (region for region in source.regions if region.number == layer and region.kind == "attention"), None
-    )
-
-
-def _place_in(source: Source, at: np.void) -> int | None:
-    """The offset of an address in the source's storage, bytes; None if unknown. Poison holds its offset."""
-    if at["kind"] == POISON:
-        return int(at["offset"]) if at["offset"] >= 0 else None
-    region = _region_in(source, int(at["layer"])) if at["kind"] == ATTENTION else None
-    table = source.tables.get((region.layer, int(at["owner"]))) if region is not None else None
-    if region is None or table is None or at["token"] // region.block_size >= len(table):
-        return None
-    index = (
-        table[at["token"] // region.block_size],
-        at["token"] % region.block_size,
-        at["head"] - region.first,
-        at["plane"],
-    )
-    return (
-        region.offset
-        + sum(int(i) * s for i, s in zip(index, region.strides, strict=False))
-        + 8 * int(at["lane"])
-    )

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 import numpy as np
 
 from pytest_kvconform.kvspace.kinds import COLLATERAL, GARBLED, SAME, SEGMENTS, UNWRITTEN, ZEROED, intervals
-from pytest_kvconform.kvspace.pools.addresses import ATTENTION, STATE, Array
+from pytest_kvconform.kvspace.pools.addresses import ATTENTION, POISON, STATE, Array
 from pytest_kvconform.kvspace.pools.compare import PoolComparison
 from pytest_kvconform.kvspace.pools.poison import same_place
 from pytest_kvconform.kvspace.pools.regions import Region
@@ -108,7 +108,7 @@ def _block_place(comparison: PoolComparison, region: Region, runs: Array, kind: 
     (block,) = blocks
     if block == due[0]:
         window = " of the window" if rows["expected"]["token"].min() >= region.block_size else ""
-        return f"the first block{window} " + ("was never read" if kind == UNWRITTEN else "holds zeros")
+        return f"the first block{window} " + ("was never written" if kind == UNWRITTEN else "holds zeros")
     if block == due[-1]:
         partial = "(partial) " if (rows["expected"]["token"].max() + 1) % region.block_size else ""
         return f"the last {partial}block " + ("was never written" if kind == UNWRITTEN else "holds zeros")
@@ -121,7 +121,9 @@ def zeroed(comparison: PoolComparison, drafts: Collection[str]) -> str:
 
 
 def unwritten(comparison: PoolComparison, drafts: Collection[str]) -> str:
-    """The sentence on UNWRITTEN words. Poison that was copied from another place is mentioned."""
+    """The sentence on UNWRITTEN words: never written, or written with poison that was copied from elsewhere,
+    which stood there before anything was written.
+    """
     sentence = _missing(
         comparison, UNWRITTEN, drafts, "no byte of {} was written", "was never written", "were never written"
     )
@@ -132,8 +134,11 @@ def unwritten(comparison: PoolComparison, drafts: Collection[str]) -> str:
         copied = (found["offset"] >= 0) & (found["engine"] != comparison.engine)
     if not copied.any():
         return sentence
-    engine = ENGINES[int(found["engine"][copied][0])]
-    return f"{sentence}; the bytes found there were copied from memory that {engine} never wrote"
+    memory = f"memory that {ENGINES[int(found['engine'][copied][0])]} had not written"
+    if copied.all():
+        where = layers_of(comparison, UNWRITTEN, drafts)
+        return f"{share_of(comparison, UNWRITTEN)} in {where} were copied from {memory} by then"
+    return f"{sentence}; some of the bytes found there were copied from {memory} by then"
 
 
 def _offsets(comparison: PoolComparison, runs: Array) -> Array:
@@ -155,7 +160,9 @@ def garbled(comparison: PoolComparison, drafts: Collection[str]) -> str:
 
 
 def collateral(comparison: PoolComparison, drafts: Collection[str]) -> str:
-    """The sentence on COLLATERAL words: which blocks changed, and whose KV they hold now."""
+    """The sentence on COLLATERAL words: which blocks changed, and whose KV they hold now. What the other
+    engine computed, or its poison, came by a transfer.
+    """
     runs = comparison.runs[comparison.runs["kind"] == COLLATERAL]
     blocks = sorted(
         {*runs["block"].tolist(), *comparison.raw["block"][comparison.raw["block"] >= 0].tolist()}
@@ -178,4 +185,7 @@ def collateral(comparison: PoolComparison, drafts: Collection[str]) -> str:
     verb = "hold" if len(blocks) > 1 else "holds"
     padding = " in the padding of its page" if not len(runs) and blocks else ""
     share = share_of(comparison, COLLATERAL)
-    return f"a load wrote outside its own blocks: {which} {verb} {what}{padding} ({share})"
+    other = 0 if comparison.engine is None else 1 - comparison.engine
+    came = np.isin(found["kind"], (ATTENTION, STATE, POISON)) & (found["engine"] == other)
+    wrote = "a load wrote outside its own blocks" if came.any() else "something wrote where nothing was due"
+    return f"{wrote}: {which} {verb} {what}{padding} ({share})"

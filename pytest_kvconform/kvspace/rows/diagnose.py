@@ -20,7 +20,7 @@ def diagnose_rows(comparison: RowComparison) -> str:
     for kind, sentence in ((UNWRITTEN, "was never written"), (ZEROED, "holds zeros")):
         if comparison.count(kind) == comparison.wrong:
             return f"{where} {sentence}"
-    return f"{where} holds bytes that are nowhere in the prefiller's cache"
+    return f"{where} holds bytes of no row that the prefiller has of this request"
 
 
 def _moved(comparison: RowComparison) -> str:

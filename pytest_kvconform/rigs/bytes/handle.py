@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pytest_kvconform.kvspace.pools.mistakes import Source
+from pytest_kvconform.kvspace.pools.sources import Source
 from pytest_kvconform.rigs.bytes.messages import Check
 from pytest_kvconform.rigs.engine.handle import EngineHandle
 from pytest_kvconform.rigs.vllm_setup.statistics import StatisticsTrace

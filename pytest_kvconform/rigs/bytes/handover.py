@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from pytest_kvconform.kvspace.pools.mistakes import Source
+from pytest_kvconform.kvspace.pools.sources import Source
 from pytest_kvconform.result import HarnessError, HookCall
 from pytest_kvconform.rigs.bytes.handle import ByteEngineHandle
 from pytest_kvconform.rigs.bytes.messages import ByteRequest, Check, shared_owners
@@ -190,7 +190,7 @@ def _run(
     p.budget(0)
     p.reuse(False)
     if reuse and not alone:  # what overwrote P's blocks lies there, too
-        source = replace(source, tables={**p.source().tables, **source.tables})
+        source = _with_later(source, p.source())
     received = tuple(
         Received(
             name=f"request {i}",
@@ -222,10 +222,15 @@ def _forget(engine: ByteEngineHandle, source: Source, limits: Deadlines) -> tupl
     engine.budget(0)  # that of P alone
     until_saved(engine, engine, limits.release)  # what overwrote the blocks is saved, too
     engine.reuse(False)
-    source = replace(source, tables={**engine.source().tables, **source.tables})
+    source = _with_later(source, engine.source())
     before = engine.audit()
     engine.poison()
     return source, before
+
+
+def _with_later(source: Source, later: Source) -> Source:
+    """The places of rows, and of those that were written since, with all writers of the blocks."""
+    return replace(later, tables={**later.tables, **source.tables})
 
 
 def _warm(

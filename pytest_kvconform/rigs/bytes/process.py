@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from pytest_kvconform.kvspace.pools.mistakes import Source
+from pytest_kvconform.kvspace.pools.sources import Source
 from pytest_kvconform.rigs.bytes.messages import ByteEngineSpec, Check, LoadCheck, StepPart, StepWork
 from pytest_kvconform.rigs.bytes.overwriter import Overwriter, blocks_of
 from pytest_kvconform.rigs.bytes.specs import geometry_of
@@ -62,6 +62,7 @@ class ByteEngineProcess(engine_process.EngineProcess):
         self.loading: dict[str, tuple[int, set[int]]] = {}
         # (layer, number of the request) -> block ids
         self.tables: dict[tuple[str, int], tuple[int, ...]] = {}
+        self.writers: dict[int, list[int]] = {}  # see `mistakes.Source`
         # id -> blocks that it has had, and that were not freed since
         self.held: dict[str, set[int]] = {}
         self.preempting = ""
@@ -120,7 +121,8 @@ class ByteEngineProcess(engine_process.EngineProcess):
     def source(self) -> Source:
         """Where rank 0 has the rows of every request since the last call."""
         tables, self.tables = self.tables, {}
-        return Source(self._workers("kv_regions")[0], tables)
+        writers = {block: tuple(owners) for block, owners in self.writers.items()}
+        return Source(self._workers("kv_regions")[0], tables, writers)
 
     def preempt(self, request_id: str) -> None:
         """Let the scheduler find no block in its next step that runs this request, so that it preempts it."""
@@ -180,6 +182,8 @@ class ByteEngineProcess(engine_process.EngineProcess):
     def _poison_blocks(self, blocks: list[int]) -> None:
         ids = np.array(blocks, dtype=np.int64)
         self.owner_of_block[ids] = -1
+        for block in blocks:
+            self.writers.pop(block, None)
         self._workers("kv_poison", ids)
 
     def _watch_connector(self) -> None:
@@ -238,6 +242,7 @@ class ByteEngineProcess(engine_process.EngineProcess):
             self.overwriter.note_scheduled(request_id, blocks_of(tables), last)
             self.held.setdefault(request_id, set()).update(blocks_of(tables))
             for index, table in enumerate(tables):
+                self._note_writers(table, self.groups[index].block_size, position, owners)
                 for name in self.groups[index].layers:
                     self.tables[name, self.requests[request_id].number] = tuple(table.tolist())
             tokens = tokens_after(known, drafts) if last else ()
@@ -266,6 +271,18 @@ class ByteEngineProcess(engine_process.EngineProcess):
             self.replaying
             and all(part.end == part.first + 1 + self.scheduler.num_spec_tokens for part in parts),
         )
+
+    def _note_writers(self, table: np.ndarray, size: int, first: int, owners: np.ndarray) -> None:
+        """Note whose words a step writes into the blocks of a table: those of tokens `first` and later ones.
+
+        `size`: tokens of a block. `owners`: of all tokens.
+        """
+        tokens = np.arange(first, len(owners))
+        pairs = np.stack([table[np.minimum(tokens // size, len(table) - 1)], owners[first:]], axis=1)
+        for block, owner in np.unique(pairs, axis=0).tolist() if len(table) else ():
+            writers = self.writers.setdefault(block, [])
+            if writers[-1:] != [owner]:
+                writers.append(owner)
 
     def _owners(self, request_id: str, end: int) -> np.ndarray:
         """Owner of each of the first `end` tokens."""

@@ -10,6 +10,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from pytest_kvconform.result import message_of
 from pytest_kvconform.rigs.engine.messages import Leftovers
 from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.processes.linux import children_but_pythons, listening_sockets, threads
@@ -56,7 +57,7 @@ def end_core(engine: EngineProcess) -> tuple[str, tuple[Frame, ...]]:
         engine.scheduler.shutdown()
     except Exception as raised:
         traceback.print_exc()
-        return f"{type(raised).__name__}: {raised}", stack_of(raised)
+        return f"{type(raised).__name__}: {message_of(raised)}", stack_of(raised)
     return "", ()
 
 

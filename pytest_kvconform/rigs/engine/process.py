@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from pytest_kvconform.case_outcome import MOST_CALLS
-from pytest_kvconform.result import HookCall
+from pytest_kvconform.result import HookCall, message_of
 from pytest_kvconform.rigs.engine import ends
 from pytest_kvconform.rigs.engine.messages import (
     CONV_LAYOUT,
@@ -32,6 +32,7 @@ from pytest_kvconform.rigs.engine.messages import (
 )
 from pytest_kvconform.rigs.hook_calls import LastCalls, take_all, watch_local_hits, watch_rank
 from pytest_kvconform.rigs.processes.stacks import stack_of
+from pytest_kvconform.rigs.vllm_setup.answers import params_at_router
 from pytest_kvconform.rigs.vllm_setup.hooks import SCHEDULER
 from pytest_kvconform.rigs.vllm_setup.kv_cache_specs import window_of
 from pytest_kvconform.rigs.vllm_setup.overrides import release_cores
@@ -61,15 +62,14 @@ def serve(connection: Connection, spec: Any, kind: type[EngineProcess]) -> None:
             engine.leave()
             return
         try:
-            answer: tuple[Any, ...] = ("ok", getattr(engine, name)(*arguments))
+            connection.send(("ok", getattr(engine, name)(*arguments)))  # pickled before a byte is sent
         except Exception as error:
             traceback.print_exc()
-            answer = _error(error)
-        connection.send(answer)
+            connection.send(_error(error))
 
 
 def _error(error: Exception) -> tuple[Any, ...]:
-    return "error", type(error).__name__, str(error), stack_of(error)
+    return "error", type(error).__name__, message_of(error), stack_of(error)
 
 
 class EngineProcess:
@@ -279,7 +279,7 @@ class EngineProcess:
             if lists is not None
             else (),
             finish=str(output.finish_reason) if output.finish_reason is not None else None,
-            kv_transfer_params=output.kv_transfer_params,
+            kv_transfer_params=params_at_router(output.kv_transfer_params),
         )
 
     # ---- watching the connector's scheduler half -----------------------------------------------------------

@@ -49,13 +49,13 @@ class RankObservation:
         """The reports that name a request in `field`: "sending", "recving" or "failed"."""
         return [report for report in self.reports if request in getattr(report, field)]
 
-    def longest_start_load_kv(self, first: float, end: float) -> tuple[float, float]:
+    def longest_start_load_kv(self, first: float, end: float) -> tuple[float, float] | None:
         """Of the calls of start_load_kv that began in [first, end): the seconds of the longest, and the most
-        that is left of one without the waits of others. 0 if there was none.
+        that is left of one without the waits of others. None if there was none.
         """
         calls = self.start_load_kv_calls
         _, seconds, others = calls[(calls[:, 0] >= first) & (calls[:, 0] < end)].T
-        return max(seconds.tolist(), default=0.0), max((seconds - others).tolist(), default=0.0)
+        return (max(seconds.tolist()), max((seconds - others).tolist())) if len(seconds) else None
 
 
 class LoadReport(msgspec.Struct, frozen=True):

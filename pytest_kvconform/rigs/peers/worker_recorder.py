@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from pytest_kvconform.result import repr_of
 from pytest_kvconform.rigs.peers.messages import RankObservation, RankReport
 from pytest_kvconform.rigs.processes.cores import core_waits, lost, own_core_wait
 
@@ -101,7 +102,8 @@ def _waits_of_others() -> dict[int, dict[str, float]]:
 
 
 def _sorted(ids: set[str] | None) -> Names:
-    return tuple(sorted(ids or ()))
+    """The names in an order, as plain texts: they go to another process."""
+    return tuple(sorted(str(one) if isinstance(one, str) else repr_of(one) for one in ids or ()))
 
 
 _recorders: list[WorkerRecorder] = []

@@ -208,8 +208,13 @@ def threads() -> dict[str, str]:
     found = {}
     for task in tasks(os.getpid()):
         with contextlib.suppress(OSError):
-            found[task] = python.get(task) or Path(f"/proc/self/task/{task}/comm").read_text().strip()
+            found[task] = python.get(task) or _name_of(task)
     return found
+
+
+def _name_of(task: str) -> str:
+    """The name that Linux has for a thread: 15 bytes at most, perhaps with a half character at the end."""
+    return Path(f"/proc/self/task/{task}/comm").read_bytes().decode("utf-8", "replace").strip()
 
 
 def listening_sockets(pid: int) -> tuple[str, ...]:

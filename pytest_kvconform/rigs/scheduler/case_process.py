@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from pytest_kvconform.case_outcome import end_of, run_case, with_calls
-from pytest_kvconform.result import Blocked, HarnessError
+from pytest_kvconform.result import Blocked, HarnessError, message_of
 from pytest_kvconform.rigs.hook_calls import take_all
 from pytest_kvconform.rigs.missing import what_is_missing
 from pytest_kvconform.rigs.processes.linux import die_with_parent, write_stack_at_death
@@ -91,7 +91,7 @@ def _what_is_missing(subject: Subject, raised: HookRaised) -> str:
     if not raised.hook.startswith(("__init__", *START_HOOKS)):
         return ""
     error = raised.error
-    return what_is_missing(type(error).__name__, str(error), subject.module or "", subject.packages)
+    return what_is_missing(type(error).__name__, message_of(error), subject.module or "", subject.packages)
 
 
 def _prepare_process() -> None:

@@ -108,8 +108,8 @@ def serve(connection: Connection, spec: HostSpec) -> None:
 
 def _not_configured(spec: HostSpec, error: Exception) -> CaseEnd:
     """The end of every case of a cell for which vLLM builds no configuration with this connector."""
-    message = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:300]}"
-    if not spec.facts.supports_hma and "KV cache specs to one unified type" in str(error):
+    message = end_of(error).reason[:300]  # its class and first line
+    if not spec.facts.supports_hma and "KV cache specs to one unified type" in message:
         without = "does not inherit SupportsHMA, and without it vLLM starts no model with states"
         return end_of(NotApplicable(f"{spec.subject.connector} {without}: {message}"))
     files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from pytest_kvconform.result import attribute_of, repr_of
 from pytest_kvconform.rigs.scheduler.live.clocks import set_ahead
 
 if TYPE_CHECKING:
@@ -57,9 +58,10 @@ def walk(root: Any, skip: Callable[[Any], bool] = lambda value: False) -> Iterat
             continue
         seen.add(id(value))
         if isinstance(value, dict):
-            todo += [((*path, "key"), key) for key in value] + [
-                ((*path, str(key)), inner) for key, inner in list(value.items())
-            ]
+            items = list(value.items())  # at once: threads of the connector may change it
+            todo += [((*path, "key"), key) for key, _ in items]
+            words = [str.__str__(key) if isinstance(key, str) else repr_of(key) for key, _ in items]
+            todo += [((*path, word), inner) for word, (_, inner) in zip(words, items, strict=True)]
         elif isinstance(value, (list, tuple, set, frozenset)) or type(value).__name__ == "deque":
             todo += [((*path, "item"), inner) for inner in list(value)]
         elif isinstance(value, range):
@@ -78,22 +80,21 @@ def is_not_ours(value: Any) -> bool:
 
 def has_limit(value: Any) -> bool:
     """Whether an object is a container that never holds more than a number of things."""
-    limits = [getattr(value, name, None) for name in ("maxlen", "maxsize")]
-    holds = hasattr(value, "__len__") or hasattr(value, "qsize")
+    limits = [attribute_of(value, name) for name in ("maxlen", "maxsize")]
+    holds = hasattr(type(value), "__len__") or attribute_of(value, "qsize") is not None
     return holds and any(isinstance(limit, int) and limit > 0 for limit in limits)
 
 
 def attributes(value: Any) -> list[tuple[str, Any]]:
     """Name and value of every attribute that an object itself has."""
     names = [
-        *getattr(value, "__dict__", ()),
+        *(attribute_of(value, "__dict__") or ()),
         *(name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())),
     ]
-    return [
-        (name, getattr(value, name))
-        for name in dict.fromkeys(names)
-        if isinstance(name, str) and hasattr(value, name)
+    found = [
+        (name, attribute_of(value, name, names)) for name in dict.fromkeys(names) if isinstance(name, str)
     ]
+    return [(name, one) for name, one in found if one is not names]
 
 
 def mentions(root: Any, word: str) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from pytest_kvconform.result import Finding, Violation
+from pytest_kvconform.result import Finding, Violation, first_line, message_of, repr_of
 from pytest_kvconform.rigs.hook_calls import LastCalls, raised, short
 from pytest_kvconform.rigs.processes.cores import Deadline, own_core_wait
 from pytest_kvconform.rigs.scheduler.violations import HookRaised
@@ -86,7 +86,7 @@ class Recorder:
     def last_answer(self) -> str:
         """The connector's last answer about a request, as the end of a sentence; "" without one."""
         answers = (
-            f"; the connector's last answer was {call.result!r} of {call.hook}"
+            f"; the connector's last answer was {repr_of(call.result)} of {call.hook}"
             for call in reversed(self.calls)
             if call.request
         )
@@ -158,7 +158,7 @@ def _arguments(hook: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict
         return {"num_tokens": values[0].num_tokens}
     if hook == "update_connector_output":
         return {
-            name: tuple(sorted(getattr(values[0], name) or ()))
+            name: tuple(sorted(getattr(values[0], name) or (), key=repr_of))
             for name in ("finished_sending", "finished_recving")
         }
     return {}
@@ -212,7 +212,8 @@ def _text(value: Any) -> str:
 def check_match(request: Any, computed: int, answer: Any) -> None:
     """Raise Violation unless the answer of get_num_new_matched_tokens is one that vLLM can use."""
     asked = (
-        f"get_num_new_matched_tokens(request of {request.num_tokens} tokens, {computed}) returned {answer!r}"
+        f"get_num_new_matched_tokens(request of {request.num_tokens} tokens, {computed}) returned "
+        f"{repr_of(answer)}"
     )
     if not isinstance(answer, tuple) or len(answer) != 2:
         raise _broken("KV-MATCH-001", f"{asked}, and vLLM unpacks (tokens or None, asynchronous)")
@@ -245,11 +246,10 @@ def check_metadata(metadata: Any, before: dict[str, str] | None, after: dict[str
     try:
         pickle.loads(pickle.dumps(metadata))
     except Exception as error:
-        text = (str(error).splitlines() or [""])[0][:160]
         raise _broken(
             "KV-META-001",
             f"a {type(metadata).__name__} of build_connector_meta does not survive pickle: "
-            f"{type(error).__name__}: {text}",
+            f"{type(error).__name__}: {first_line(error, 160)}",
         ) from None
     if before is not None and before != after:
         field = next(name for name in after if before.get(name) != after[name])
@@ -269,7 +269,7 @@ def check_finished(hook: str, request: Any, answer: Any) -> None:
         kept(answer[0])
     except TypeError as error:
         raise _broken(
-            "KV-FINISH-001", f"{returned}: vLLM combines the first element with a bool: {error}"
+            "KV-FINISH-001", f"{returned}: vLLM combines the first element with a bool: {message_of(error)}"
         ) from None
     params = answer[1]
     if params is None:
@@ -283,12 +283,12 @@ def check_finished(hook: str, request: Any, answer: Any) -> None:
     except (TypeError, ValueError) as error:
         raise _broken(
             "KV-FINISH-002",
-            f"{returned}: they reach D through msgpack and JSON, which refuse them: {error}",
+            f"{returned}: they reach D through msgpack and JSON, which refuse them: {message_of(error)}",
         ) from None
 
 
 def _short(value: Any) -> str:
-    text = repr(value)
+    text = repr_of(value)
     return text if len(text) < 200 else f"{text[:200]}..."
 
 

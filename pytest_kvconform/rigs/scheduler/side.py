@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
 import time
-import traceback
 from collections.abc import Callable, Container, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +21,7 @@ from pytest_kvconform.rigs.scheduler.steps import (
     engine_request,
     rank_output,
 )
-from pytest_kvconform.rigs.scheduler.violations import SchedulerStopped
+from pytest_kvconform.rigs.scheduler.violations import SchedulerStopped, is_of_suite
 
 if TYPE_CHECKING:
     from pytest_kvconform.rigs.scheduler.rig import Rig
@@ -314,14 +312,15 @@ class Side(SideState):
     def _guarded(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call vLLM's scheduler.
 
-        Raises SchedulerStopped for what vLLM itself raises: the connector's answers are the cause.
+        Raises SchedulerStopped for what vLLM raises, or an object that it calls: the connector's answers are
+        the cause.
         """
         try:
             return function(*args)
         except Violation:
             raise
         except Exception as error:
-            if f"{os.sep}vllm{os.sep}" not in traceback.extract_tb(error.__traceback__)[-1].filename:
+            if is_of_suite(error):
                 raise
             raise SchedulerStopped(self.name, error, self.recorder.last_answer()) from error
 

@@ -179,7 +179,7 @@ class SideState:
         output = self.results.get(id)
         if self.rig.subject.handover == RENDEZVOUS and output is not None:
             given = self._decode_params(id, self.rig.subject.way)
-            return given if self.rig.subject.hook else (output.params or {}) | given
+            return given if self.rig.subject.hook else params_after_the_way((output.params or {}) | given)
         if output is None or output.params is None:
             what = "returns no kv_transfer_params for a request that asks for a hand-over"
             sentence = f"{self.rig.subject.connector} {what}"

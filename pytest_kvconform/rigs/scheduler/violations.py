@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import signal
 import traceback
+from pathlib import Path
 
-from pytest_kvconform.result import Finding, Violation
+from pytest_kvconform.result import Finding, Violation, first_line, message_of
 from pytest_kvconform.rigs.context import SubjectFacts
 from pytest_kvconform.rigs.engine.control import shows_connector
 from pytest_kvconform.rigs.processes.hangs import RunningHook
 from pytest_kvconform.rigs.processes.logs import text_since
 from pytest_kvconform.rigs.processes.stacks import is_hook, last_stacks, place_of_del
+from pytest_kvconform.rigs.vllm_setup.answers import hook_of
 from pytest_kvconform.rigs.vllm_setup.hooks import IN_STACKS
 
 # Rules that are broken whatever the case is about: a hook raises, its process dies
@@ -32,6 +34,8 @@ ASSERTED = {
 }
 DECLINING = (NotImplementedError, ValueError)
 FRAMES = 6  # of the connector's stack, in a finding
+_OURS = str(Path(__file__).parents[2]) + os.sep
+_VLLM = f"{os.sep}vllm{os.sep}"
 
 
 class HookRaised(Violation):
@@ -41,8 +45,7 @@ class HookRaised(Violation):
 
     def __init__(self, hook: str, error: BaseException):
         self.hook, self.error, self.where = hook, error, location_of(error)
-        text = (str(error).strip().splitlines() or [""])[0][:200]
-        kind = type(error).__name__
+        text, kind = first_line(error, 200), type(error).__name__
         finding = Finding(
             rule=RULES_OF_HOOKS.get(hook, RAISES),
             happened=f"{hook} raised {kind}{f': {text}' if text else ''} ({self.where})",
@@ -54,19 +57,42 @@ class HookRaised(Violation):
 
 
 class SchedulerStopped(Violation):
-    """vLLM's scheduler raised `error` by itself.
+    """vLLM's scheduler raised `error`, by itself or since an object of the connector did that it called.
 
     `side`: name of the side; `last`: the connector's last answer, as text.
     """
 
     def __init__(self, side: str, error: BaseException, last: str):
         frame = traceback.extract_tb(error.__traceback__)[-1]
-        text = (str(error).splitlines() or [""])[0][:160] or frame.line
+        text = first_line(error, 160) or frame.line
         where = f"{frame.filename.rpartition('/')[2]}:{frame.lineno} in {frame.name}"
-        kind = type(error).__name__
-        happened = f"vLLM's scheduler of {side} stopped with {kind}: {text} ({where}){last}"
+        kind, called = type(error).__name__, _called_object(error)
         likely = ASSERTED.get(frame.line or "", "") if isinstance(error, AssertionError) else ""
+        if called:
+            last, likely = f", when it called {called}", f"{called} raises {kind}"
+        happened = f"vLLM's scheduler of {side} stopped with {kind}: {text} ({where}){last}"
         super().__init__(Finding(rule=STOPS, happened=happened, diagnosis=likely))
+
+
+def is_of_suite(error: BaseException) -> bool:
+    """Whether code of this project raised an exception, or called what did; vLLM has, if it is in between."""
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    ours = (file.startswith(_OURS) for file in reversed(files) if file.startswith(_OURS) or _VLLM in file)
+    return next(ours, True)
+
+
+def _called_object(error: BaseException) -> str:
+    """The method of an object of the connector that vLLM called, and that raised, in words; "": none."""
+    step, called = error.__traceback__, None
+    while step is not None:
+        called = None if _VLLM in step.tb_frame.f_code.co_filename else called or step.tb_frame
+        step = step.tb_next
+    owner = called and called.f_locals.get("self")
+    if called is None or owner is None:
+        return ""
+    hook = hook_of(owner)
+    of = f" that {hook} has returned" if hook else ""
+    return f"{called.f_code.co_name} of the {type(owner).__name__}{of}"
 
 
 def is_in_connector(text: str, hook: str, facts: SubjectFacts) -> bool:
@@ -127,7 +153,7 @@ def _declined(hook: str, error: BaseException) -> str:
 
     It does not decline if it raised elsewhere, raised without a message, or failed an assertion.
     """
-    message = " ".join(str(error).split())
+    message = " ".join(message_of(error).split())
     in_constructor = hook.startswith("__init__") and not isinstance(error, AssertionError)
     if message and (in_constructor or (hook.startswith(START_HOOKS) and isinstance(error, DECLINING))):
         return f"{type(error).__name__}: {message}"

@@ -33,8 +33,7 @@ def ask_again(context: RunContext, cell: Cell, chain: Chain, exam: Exam, look: L
         return ()
     context.progress(f"asking questions with odd answers again: {some_of(odd)}")
     of_subject, of_baseline = (exam.alone(odd, times * gate.AGAIN_ALONE) for times in (1, 2))
-    asked = of_subject.questions.asked, of_baseline.questions.asked
-    progress, more = (Progress(context, count, 1) for count in asked)
+    progress, more = Progress(context, 1), Progress(context, 1)
     again = ask(context, chain, chain.subject.url, of_subject, progress, "the subject")
     alone = ask(context, chain, chain.baseline.url, of_baseline, more, "the baseline")
     found = []

@@ -19,7 +19,7 @@ from pytest_kvconform.rigs.serving.chain import Chain
 from pytest_kvconform.rigs.serving.data import Exam, exam_of, exam_of_deployment, exam_of_real_checkpoint
 from pytest_kvconform.rigs.serving.evaluator import AT_ONCE, Progress, Unanswered, ask, new_salt
 from pytest_kvconform.rigs.serving.messages import Answers, Prompt
-from pytest_kvconform.rigs.serving.metrics import Counters, Unreachable
+from pytest_kvconform.rigs.serving.metrics import Counters, Unreachable, grown
 from pytest_kvconform.rigs.serving.observation import Look, Runs, ServingObservation
 from pytest_kvconform.rigs.serving.preload import why_not_imported
 from pytest_kvconform.rigs.serving.record import remove_answers, write_answers
@@ -51,7 +51,7 @@ class ServingBench:
         self._hangs = False  # questions of a cell were not answered in time, twice
         self._seen: dict[Cell, ServingObservation | Exception] = {}
         self._chain: Chain | None = None
-        self._progress = Progress(context, 0, 0)
+        self._progress = Progress(context, 0)
         context.running.register(self.end)
 
     def observe(self, cell: Cell) -> ServingObservation:
@@ -141,13 +141,13 @@ class ServingBench:
 
     def _ask(self, context: RunContext, cell: Cell, exam: Exam) -> Runs:
         """See `_question`. Raises LoadsAlone, once."""
-        self._progress = Progress(context, 0, 0)
+        self._progress = Progress(context, 0)
         try:
             deployed = context.settings.deployed
             more = {"with_baseline": self._with_baseline}
             chain = chains.attach(context) if deployed else chains.start(context, cell, exam, **more)
             self._chain = chain
-            self._progress = Progress(context, exam.questions.count, 3 + chain.fills, exam.looks)
+            self._progress = Progress(context, 3 + chain.fills, exam.looks)
             block = chain.decode.block_size()
             look = self._look(context, chain, exam)
             runs = Runs((look,), block)
@@ -183,7 +183,7 @@ class ServingBench:
         """
         progress, at_once = self._progress, AT_ONCE
         if in_turn:
-            progress, at_once = Progress(context, exam.questions.count, 3), 1
+            progress, at_once = Progress(context, 3), 1
         if chain.fills and chain.prefill is not None:
             ask(context, chain, chain.prefill.url, exam, progress, "P, which saves")
         before = len(_prompts(chain))
@@ -194,14 +194,14 @@ class ServingBench:
             pairs = zip(counts, earlier, strict=True)
             return answers, [one.counters().since(before) for one, before in pairs]
 
-        sides = [chain.decode, *([chain.prefill] if chain.prefill and _counts(chain.prefill) else [])]
-        subject, [of_subject, *of_p] = counted(chain.subject.url, SUBJECT, *sides)
+        by_p = _moved(chain.prefill)
+        subject, [of_subject] = counted(chain.subject.url, SUBJECT, chain.decode)
+        moved_by_p = None if by_p is None else grown(by_p, _moved(chain.prefill) or {})
         prompts = _prompts(chain)[before:]
         first, [of_first] = counted(chain.baseline.url, BASELINE, chain.baseline)
         if of_first.external and chain.baseline is chain.decode and not context.settings.deployed:
             raise LoadsAlone
         second, [of_second] = counted(chain.baseline.url, f"{BASELINE} again", chain.baseline)
-        moved_by_p = of_p[0].moved if of_p else None
         counts = of_subject, (of_first, of_second)
         return Look(subject, (first, second), *counts, prompts, moved_by_p, in_turn)
 
@@ -222,7 +222,7 @@ class ServingBench:
         A store may keep fewer prompts than there are questions, or save them later.
         """
         assert chain.prefill is not None
-        before, progress = len(_prompts(chain)), Progress(context, 0, 0)
+        before, progress = len(_prompts(chain)), Progress(context, 0)
         for question in range(min(PROBED, exam.questions.count)):
             alone = exam.alone((question,), 1)
             salt = new_salt()  # D has seen the prompt before, and may have saved it itself
@@ -262,7 +262,7 @@ class ServingBench:
             with chains.started(context, cell, exam, with_connector=False) as chain:
                 fill = chain.prefill if chain.fills else None
                 urls = (chain.subject.url, *((fill.url,) if fill else ()))
-                progress = Progress(context, min(asked, exam.questions.count), len(urls))
+                progress = Progress(context, len(urls))
                 while asked > 0:
                     part = exam.first(min(asked, exam.questions.count))
                     for url in urls:
@@ -297,13 +297,12 @@ def _raise_if_the_machine_failed(error: Exception) -> None:
         raise HarnessError(f"a disk of this machine is full: {error}") from None
 
 
-def _counts(server: Endpoint) -> bool:
-    """Whether a server tells what it counts. P's counters are no condition of a run."""
+def _moved(server: Endpoint | None) -> dict[str, int] | None:
+    """P's own metrics of bytes; None: it is not known, or does not tell. They are no condition of a run."""
     try:
-        server.counters()
+        return server.moved() if server else None
     except Unreachable:
-        return False
-    return True
+        return None
 
 
 def _prompts(chain: Chain) -> tuple[Prompt, ...]:

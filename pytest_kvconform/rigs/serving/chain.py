@@ -18,7 +18,7 @@ from pytest_kvconform.rigs.processes.gpus import Lease, gpus_here, lease, requir
 from pytest_kvconform.rigs.processes.ports import BOOTSTRAP_PORT, free_port
 from pytest_kvconform.rigs.serving.data import Exam
 from pytest_kvconform.rigs.serving.messages import ServerSpec
-from pytest_kvconform.rigs.serving.metrics import Refused, Unreachable, get
+from pytest_kvconform.rigs.serving.metrics import Unreachable
 from pytest_kvconform.rigs.serving.server import (
     ROUTER,
     Endpoint,
@@ -26,10 +26,10 @@ from pytest_kvconform.rigs.serving.server import (
     Router,
     Server,
     answer_seconds,
+    bearer_key,
     wait_until_healthy,
 )
 
-NO_SUCH_PATH = (404, 405)  # a router need not have /health
 MAX_SEQS = 8  # requests at once in a server
 START = 2  # times the deadline of an engine's start
 START_REAL = 20  # the same for a real checkpoint, whose weights are read first
@@ -161,7 +161,10 @@ def _end(processes: Iterable[LocalProcess], gpus: Lease | None) -> None:
 
 
 def attach(context: RunContext) -> Chain:
-    """The chain of servers that already run. Raises Blocked if one does not answer."""
+    """The chain of servers that already run.
+
+    Raises Blocked if one does not answer, does not take the key, or does not count what is the evidence.
+    """
     settings, answer_s = context.settings, answer_seconds(context)
     if context.subject.is_store and not settings.baseline_url:
         raise Blocked(
@@ -169,7 +172,7 @@ def attach(context: RunContext) -> Chain:
             "answers without the connector"
         )
     given = {
-        role: Endpoint(f"{role} server", url, answer_s)
+        role: Endpoint(f"{role} server", url, answer_s, settings.headers)
         for role, url in (
             ("decode", settings.decode_url),
             ("baseline", settings.baseline_url or settings.decode_url),
@@ -178,24 +181,21 @@ def attach(context: RunContext) -> Chain:
         if url
     }
     for one in given.values():
-        try:
-            get(f"{one.url}/health", answer_s)
-        except Unreachable as error:
-            raise Blocked(f"the {one.role} cannot be asked: {error}") from None
+        one.require_answers()
     decode, baseline, prefill = given["decode"], given["baseline"], given.get("prefill")
+    try:
+        decode.counters(), decode.block_size(), baseline.counters()
+    except Unreachable as error:
+        raise Blocked(str(error)) from None
     if settings.router_url:
-        theirs = Endpoint(ROUTER, settings.router_url, answer_s)
-        try:
-            get(f"{theirs.url}/health", answer_s)
-        except Refused as refused:
-            if refused.code not in NO_SUCH_PATH:
-                raise Blocked(f"the {ROUTER} cannot be asked: {refused}") from None
-        except Unreachable as error:
-            raise Blocked(f"the {ROUTER} cannot be asked: {error}") from None
+        theirs = Endpoint(ROUTER, settings.router_url, answer_s, settings.headers)
+        theirs.require_answers(paths_needed=False)
         return Chain(theirs, baseline, decode, prefill)
-    word = router_word(context)
+    word, key = router_word(context), bearer_key(settings.headers)
+    for one in (decode, given["prefill"]):
+        one.require_asked_by_our_router(key)
     deployed = prefill_words(settings.prefill_url, word, os.environ)
-    router = Router(context, deployed, decode.url, word, "router-of-deployment")
+    router = Router(context, deployed, decode.url, word, "router-of-deployment", key)
     try:
         wait_until_healthy([router], context.deadlines.start)
     except BaseException:

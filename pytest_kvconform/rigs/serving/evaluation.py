@@ -19,11 +19,13 @@ MOST_UNANSWERED = 3  # failed requests after which no further question is asked
 
 
 def serve(connection: Connection, job: Job) -> None:
-    """Run the job. Sends ("answered", count) while it runs, then ("done", Answers) or ("failed", why)."""
+    """Run the job. Sends ("answered", count, how many requests there are) while it runs, the first time with
+    a count of 0. Then it sends ("done", Answers) or ("failed", why).
+    """
     try:
         if job.online:
             go_online()
-        connection.send(("done", evaluate(job, lambda count: connection.send(("answered", count)))))
+        connection.send(("done", evaluate(job, lambda *counts: connection.send(("answered", *counts)))))
     except Exception as error:
         import traceback
 
@@ -40,13 +42,13 @@ def go_online() -> None:
                 setattr(module, name, False)
 
 
-def evaluate(job: Job, progress: Callable[[int], None]) -> Answers:
+def evaluate(job: Job, progress: Callable[[int, int], None]) -> Answers:
     """Ask the questions and return the answers as lm-eval judges them."""
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
     model = _model(job)
-    answered, unanswered = [0], list[str]()
+    answered, asked, unanswered = [0], [0], list[str]()
     ask = model.amodel_call
 
     turn = asyncio.Semaphore(job.at_once)  # lm-eval begins all calls at once, and lets them wait later
@@ -64,10 +66,17 @@ def evaluate(job: Job, progress: Callable[[int], None]) -> Answers:
             unanswered.append(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
             return [""]
         answered[0] += 1
-        progress(answered[0])
+        progress(answered[0], asked[0])
         return found
 
-    model.amodel_call = amodel_call
+    generate = model.generate_until
+
+    def generate_until(requests: list[Any], **kwargs: Any) -> Any:
+        asked[0] = len(requests)  # the data may have fewer questions than are to be asked
+        progress(0, asked[0])
+        return generate(requests, **kwargs)
+
+    model.amodel_call, model.generate_until = amodel_call, generate_until
     prompts = _note_prompts(model)
     texts = _ask_alone(model, job.questions) if job.questions.alone else {}
     extra = {"max_gen_toks": job.questions.longest_answer} if job.questions.longest_answer else {}
@@ -104,18 +113,21 @@ def _model(job: Job) -> Any:
         num_concurrent=max(2, job.at_once),  # with one, lm-eval sends no requests of its asynchronous kind
         max_retries=1,
         timeout=max(1, job.request_s),  # lm-eval rounds down, and 0 is no deadline
+        header=job.headers or None,
     )
     model._seed = None
     return model
 
 
-def _note_prompts(model: Any) -> list[int]:
+def _note_prompts(model: Any) -> list[int | None]:
     """Let lm-eval note how many tokens each prompt has, and return the list to which it adds them."""
-    parse, prompts = model.parse_generations, list[int]()
+    parse, prompts = model.parse_generations, list[int | None]()
 
     def parse_generations(outputs: Any, **kwargs: Any) -> Any:
         for output in outputs if isinstance(outputs, list) else [outputs]:
-            prompts.append(int((output.get("usage") or {}).get("prompt_tokens", 0)))
+            usage = output.get("usage")
+            tokens = usage.get("prompt_tokens") if isinstance(usage, dict) else None
+            prompts.append(tokens if isinstance(tokens, int) else None)
         return parse(outputs, **kwargs)
 
     model.parse_generations = parse_generations

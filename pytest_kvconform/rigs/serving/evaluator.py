@@ -36,26 +36,27 @@ class Unanswered(Exception):
 class Progress:
     """What the user sees while questions are asked: how many were answered, and when it will be over."""
 
-    def __init__(self, context: RunContext, total: int, runs: int, looks: int = 1):
-        """`total`: questions of one run; `runs`: of lm-eval in one look; `looks`: at most."""
-        self._context, self._total, self._of_look = context, total, total * runs
+    def __init__(self, context: RunContext, runs: int, looks: int = 1):
+        """`runs`: of lm-eval in one look, 0: nothing is shown; `looks`: at most."""
+        self._context, self._runs = context, runs
         self._looks, self._look = looks, 1
+        self.total = 0  # questions of the current run, as lm-eval asks them
         self.done = self._before = 0  # questions answered, in all runs
         self._began, self._shown = time.monotonic(), -math.inf  # the first answer is shown at once
 
-    def answered(self, count: int, what: str) -> None:
-        """Note how many questions of the current run were answered. `what`: what the run asks."""
-        self.done, now = self._before + count, time.monotonic()
-        if now - self._shown < SHOW_S or not self._of_look:
+    def answered(self, count: int, total: int, what: str) -> None:
+        """Note how many of the questions of the current run were answered. `what`: what the run asks."""
+        self.done, self.total, now = self._before + count, total, time.monotonic()
+        if not count or now - self._shown < SHOW_S or not self._runs:
             return
         # Most runs end after the first look. A run that goes on may need all of them.
-        of_all = self._of_look * (1 if self._look == 1 else self._looks)
+        of_all = total * self._runs * (1 if self._look == 1 else self._looks)
         self._shown, part = now, self.done / of_all
         left = (now - self._began) * (1 / part - 1) if part else 0.0
         bar = "#" * int(WIDTH * part) + "-" * (WIDTH - int(WIDTH * part))
         about = "about" if self._look == 1 else f"look {self._look} of at most {self._looks}, at most"
         self._context.progress(
-            f"[{bar}] {count} of {self._total} questions answered by {what}, {about} {left:.0f} s left"
+            f"[{bar}] {count} of {total} questions answered by {what}, {about} {left:.0f} s left"
         )
 
     @property
@@ -102,12 +103,13 @@ def ask(
         request_s=REQUEST_TIMES * context.deadlines.request * context.slow,
         salt=salt or (new_salt() if settings.deployed or chain.own_cache else ""),
         online=settings.asks_hub,
+        headers=settings.headers if settings.deployed else {},
     )
     answers = evaluate(context, job, what, chain.processes, progress)
     _require_alive(chain, END_S if answers.unanswered else 0.0)
     if answers.unanswered:
         causes = [cause for one in chain.processes for cause in one.causes()]
-        lost, left_out = len(answers.unanswered), exam.questions.asked - progress.done_in_run
+        lost, left_out = len(answers.unanswered), progress.total - progress.done_in_run
         raise Unanswered(
             f"{lost} questions to {what} were not answered, the first with {answers.unanswered[0]}"
             + (f"; logged: {causes[0]}" if causes else "")
@@ -146,7 +148,7 @@ def evaluate(
             kind, *values = process.connection.recv()
             deadline = Deadline(quiet_s, [process.pid])
             if kind == "answered":
-                progress.answered(values[0], what)
+                progress.answered(values[0], values[1], what)
             elif kind == "done":
                 answers: Answers = values[0]
                 return answers
@@ -168,7 +170,7 @@ def _model(context: RunContext, chain: Chain, url: str) -> str:
     if not context.settings.deployed:
         return chain.decode.model()
     try:
-        return Endpoint("", url, answer_seconds(context)).model()
+        return Endpoint("", url, answer_seconds(context), context.settings.headers).model()
     except Unreachable:
         return chain.decode.model()
 

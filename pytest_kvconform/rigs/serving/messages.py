@@ -50,11 +50,6 @@ class Questions(msgspec.Struct, frozen=True, kw_only=True):
     alone: tuple[int, ...] = ()  # of the `count` questions these alone are asked; empty: all
     times: int = 1  # how often each of them is asked, of `alone` only
 
-    @property
-    def asked(self) -> int:
-        """How many requests there are."""
-        return len(self.alone) * self.times or self.count
-
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
     """One run of lm-eval against one address."""
@@ -67,6 +62,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     # cache_salt of the requests, so that no run finds what another left in a prefix cache; "": none
     salt: str = ""
     online: bool = False  # the questions come from the hub
+    headers: dict[str, str] = {}  # of each request
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -85,4 +81,5 @@ class Answers(msgspec.Struct, frozen=True, kw_only=True):
     texts: dict[int, tuple[str, ...]] = {}  # question that was asked alone -> all its answers
     unanswered: tuple[str, ...] = ()  # why requests failed, in the order of time
     seconds: float = 0.0
-    prompts: tuple[int, ...] = ()  # tokens of the prompts, as the servers counted them
+    # tokens of each prompt, as the servers counted them; None: the answer does not tell
+    prompts: tuple[int | None, ...] = ()

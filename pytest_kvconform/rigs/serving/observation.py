@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pytest_kvconform.rigs.canary.oracle import Compared
 from pytest_kvconform.rigs.serving.gate import alpha
 from pytest_kvconform.rigs.serving.messages import Answer, Answers, Prompt
-from pytest_kvconform.rigs.serving.metrics import Counters
+from pytest_kvconform.rigs.serving.metrics import Counters, added
 
 
 @dataclass(frozen=True)
@@ -24,11 +24,6 @@ class Look:
     prompts: tuple[Prompt, ...] = ()  # of D's requests in the subject's run; empty for a foreign server
     moved_by_p: dict[str, int] | None = None  # P's own metrics of bytes in that run; None: P is not known
     in_turn: bool = False  # one question was asked after the other
-
-    @property
-    def by_p(self) -> dict[str, int]:
-        """P's own metrics of bytes; empty if P is not known."""
-        return self.moved_by_p or {}
 
     @property
     def has_skipped(self) -> bool:
@@ -72,7 +67,7 @@ class Runs:
     """All looks at the same questions, one or more."""
 
     looks: tuple[Look, ...]
-    block: int = 0  # tokens of a block of D; 0: D does not tell
+    block: int  # tokens of a block of D
     probed: tuple[Prompt, ...] = ()  # D's requests of a store that were made right after those of P
     repeated: tuple[Repeated, ...] = ()  # questions that were odd, and were asked again
 
@@ -123,16 +118,13 @@ class Runs:
     @property
     def moved(self) -> dict[str, int]:
         """The connector's own metrics of bytes, of D and P together: a push is counted by P."""
-        names = dict.fromkeys(name for look in self.looks for name in (*look.counted.moved, *look.by_p))
-        return {
-            name: sum(look.counted.moved.get(name, 0) + look.by_p.get(name, 0) for look in self.looks)
-            for name in names
-        }
+        sides = (side for look in self.looks for side in (look.counted.moved, look.moved_by_p or {}))
+        return functools.reduce(added, sides)
 
     @property
     def speculates(self) -> bool:
-        """Whether D drafts tokens, when it is asked alone, too."""
-        return self.counted_alone.drafted > 0
+        """Whether D drafts tokens. vLLM counts them of each engine that speculates, see `Counters`."""
+        return bool(self.counted.drafted or self.counted_alone.drafted)
 
     @property
     def prompts(self) -> tuple[Prompt, ...]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -21,42 +22,118 @@ from pytest_kvconform.rigs.processes.child import ChildProcess, ForkRefused
 from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.processes.ports import free_port
 from pytest_kvconform.rigs.serving.messages import Prompt, ServerSpec
-from pytest_kvconform.rigs.serving.metrics import Counters, Unreachable, get, read_block_size, read_counters
+from pytest_kvconform.rigs.serving.metrics import (
+    Counters,
+    Refused,
+    Uncounted,
+    Unreachable,
+    get,
+    read_block_size,
+    read_counters,
+    read_moved,
+)
 
 LOOK_S = 0.1  # between two looks at a process that starts
 ROUTER = "router"
 ANSWER_S = 20.0  # for /metrics and /v1/models, on an idle machine
+VERSION = re.compile(r"\d[\w.+!-]{0,60}", re.ASCII)  # of a package
 # vLLM's own sentence about an engine core that ended; the cause is logged before it
 _FOLLOWS = ("Engine core initialization failed", "EngineDeadError")
+WANTS_KEY = (401, 403)  # codes of HTTP for a request without a key, or with a wrong one
+NO_SUCH_PATH = (404, 405)  # a router need not have each path
+Read = TypeVar("Read")
 
 
 class Endpoint:
     """An OpenAI-compatible server that runs somewhere."""
 
-    def __init__(self, role: str, url: str, answer_s: float = ANSWER_S):
-        """`answer_s`: seconds for an answer about itself."""
+    def __init__(
+        self, role: str, url: str, answer_s: float = ANSWER_S, headers: Mapping[str, str] | None = None
+    ):
+        """`answer_s`: seconds for an answer about itself. `headers`: of each question about it."""
         self.role, self.url, self._answer_s = role, url.rstrip("/"), answer_s
+        self._headers = headers or {}
 
     def healthy(self, seconds: float) -> bool:
         """Whether the server answers."""
         try:
-            get(f"{self.url}/health", seconds)
+            get(f"{self.url}/health", seconds, self._headers)
         except Unreachable:
             return False
         return True
 
+    def require_answers(self, paths_needed: bool = True) -> None:
+        """Raise Blocked unless the server answers, and takes the key. vLLM asks for it below /v1 alone.
+
+        `paths_needed`: whether it must have the paths which a server of vLLM has.
+        """
+        for path in ("/health", "/v1/models"):
+            try:
+                get(f"{self.url}{path}", self._answer_s, self._headers)
+            except Refused as refused:
+                if refused.code in WANTS_KEY:
+                    raise Blocked(self._key_is_wrong(refused)) from None
+                if paths_needed or refused.code not in NO_SUCH_PATH:
+                    raise Blocked(f"the {self.role} cannot be asked: {refused}") from None
+            except Unreachable as error:
+                raise Blocked(f"the {self.role} cannot be asked: {error}") from None
+
+    def _key_is_wrong(self, refused: Refused) -> str:
+        sent = f"refuses the key that was sent ({', '.join(self._headers)})"
+        return (
+            f"the {self.role} {sent if self._headers else 'wants a key, and none was sent'}: {refused}; set "
+            "OPENAI_API_KEY in the environment, or --kv-header, to what it wants"
+        )
+
+    def require_asked_by_our_router(self, key: str) -> None:
+        """Raise Blocked if a vllm-router that is started here cannot ask the server.
+
+        It sends no header but the key, and with /health not even this.
+        """
+        for path, headers in (("/health", {}), ("/v1/models", {"Authorization": f"Bearer {key}"})):
+            try:
+                get(f"{self.url}{path}", self._answer_s, headers)
+            except Refused as refused:
+                if refused.code in WANTS_KEY:
+                    raise Blocked(
+                        f"vllm-router cannot ask the {self.role}: {refused}, and it sends a key with "
+                        "questions alone, and no other header: give --kv-router-url, of a router that does"
+                    ) from None
+
+    def _metrics(self, read: Callable[[str], Read]) -> Read:
+        """What is read from the server's /metrics. Raises Unreachable, and Uncounted as a whole sentence."""
+        url = f"{self.url}/metrics"
+        text = get(url, self._answer_s, self._headers)
+        try:
+            return read(text)
+        except Uncounted as lacks:
+            raise Uncounted(f"{url} of the {self.role} {lacks}") from None
+
     def counters(self) -> Counters:
-        """What the server has counted. Raises Unreachable."""
-        return read_counters(get(f"{self.url}/metrics", self._answer_s))
+        """What the server has counted. Raises Unreachable and Uncounted."""
+        return self._metrics(read_counters)
+
+    def moved(self) -> dict[str, int]:
+        """The connector's own metrics of bytes that it moved. Raises Unreachable and Uncounted."""
+        return self._metrics(read_moved)
 
     def block_size(self) -> int:
-        """The tokens of a block of its KV cache; 0: it does not tell. Raises Unreachable."""
-        return read_block_size(get(f"{self.url}/metrics", self._answer_s))
+        """The tokens of a block of its KV cache. Raises Unreachable and Uncounted."""
+        return self._metrics(read_block_size)
+
+    def version(self) -> str:
+        """The version of vLLM that the server tells; "": it tells none. Raises Unreachable."""
+        try:
+            text = get(f"{self.url}/version", self._answer_s, self._headers)
+            version = msgspec.json.decode(text, type=dict[str, Any]).get("version")
+        except msgspec.DecodeError:
+            return ""
+        return version if isinstance(version, str) and VERSION.fullmatch(version) else ""
 
     def model(self) -> str:
         """The name under which the server serves its model. Raises Unreachable."""
         try:
-            text = get(f"{self.url}/v1/models", self._answer_s)
+            text = get(f"{self.url}/v1/models", self._answer_s, self._headers)
             names = [one["id"] for one in msgspec.json.decode(text)["data"]]
         except (msgspec.DecodeError, KeyError, TypeError):
             names = []
@@ -182,9 +259,17 @@ class Server(LocalProcess):
 class Router(LocalProcess):
     """vllm-router between P and D."""
 
-    def __init__(self, context: RunContext, prefill: Sequence[str], decode: str, connector: str, name: str):
+    def __init__(
+        self,
+        context: RunContext,
+        prefill: Sequence[str],
+        decode: str,
+        connector: str,
+        name: str,
+        key: str = "",
+    ):
         """`prefill`: P's address, and its bootstrap port if it has one; `decode`: D's address; `connector`: a
-        word of the router's --kv-connector.
+        word of the router's --kv-connector; `key`: with which it asks them.
         """
         require_packages(*extras.ROUTER)
         port = free_port()
@@ -196,7 +281,7 @@ class Router(LocalProcess):
             *("--policy", "round_robin", "--disable-retries", "--log-level", "warning"),
         )
         target = "pytest_kvconform.rigs.serving.server_process:route"
-        super().__init__(context, ROUTER, name, target, arguments, port)
+        super().__init__(context, ROUTER, name, target, (arguments, key), port)
 
 
 def wait_until_healthy(processes: Sequence[LocalProcess], seconds: float) -> None:
@@ -213,6 +298,13 @@ def wait_until_healthy(processes: Sequence[LocalProcess], seconds: float) -> Non
             raise waiting[0].failure("hung", seconds)
         if waiting:
             time.sleep(LOOK_S)
+
+
+def bearer_key(headers: Mapping[str, str]) -> str:
+    """The key in headers that are sent as OpenAI's clients send it; "": none."""
+    by_name = {name.casefold(): value for name, value in headers.items()}
+    kind, _, key = by_name.get("authorization", "").partition(" ")
+    return key if kind == "Bearer" else ""
 
 
 def answer_seconds(context: RunContext) -> float:

@@ -38,10 +38,14 @@ def serve(connection: Connection, spec: ServerSpec) -> None:
     openai_server.run(arguments, spec.port, spec.records)
 
 
-def route(connection: Connection, arguments: tuple[str, ...]) -> None:
-    """Run vllm-router's own command line. The connection carries nothing: its end is this process's end."""
+def route(connection: Connection, given: tuple[tuple[str, ...], str]) -> None:
+    """Run vllm-router's own command line. The connection carries nothing: its end is this process's end.
+
+    `given`: arguments, and the key with which the router asks servers. It reads the key in the environment.
+    """
     from vllm_router.launch_router import main
 
-    os.environ["RUST_BACKTRACE"] = "0"
+    arguments, key = given
+    os.environ |= {"RUST_BACKTRACE": "0", "OPENAI_API_KEY": key}
     sys.argv = ["vllm-router", *arguments]
     main()

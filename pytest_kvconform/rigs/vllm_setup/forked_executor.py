@@ -9,6 +9,7 @@ workers before the engine has touched a device, sleeps while it waits for them, 
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import sys
 import time
@@ -29,6 +30,7 @@ from vllm.v1.worker.worker_base import WorkerWrapperBase
 from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.processes.linux import die_with_parent
 from pytest_kvconform.rigs.processes.stacks import FRAMES, stack_of
+from pytest_kvconform.rigs.vllm_setup.answers import pickled, that_travels
 
 REAP_S = 2.0  # for a worker to end after the end of its connection
 
@@ -82,28 +84,36 @@ class ForkedExecutor(Executor):
 
         Returns the list of results; with `non_block` a future that has it already.
         """
-        message = cloudpickle.dumps((method, args, kwargs or {}))
+        # as vLLM: what it sends itself by pickle, and functions, which are the suite's, by cloudpickle
+        given = pickled((args, kwargs or {})) if isinstance(method, str) else (args, kwargs or {})
+        message = cloudpickle.dumps((method, given))
         for rank, (pid, connection) in enumerate(self.workers):
             try:
                 connection.send_bytes(message)
             except OSError as error:
                 raise WorkerDied(rank, pid, self._reap(pid)) from error
-        results = [self._receive(rank) for rank in range(len(self.workers))]
-        for result in results:
-            if isinstance(result, BaseException):
-                raise result
+        answers = [self._receive(rank) for rank in range(len(self.workers))]
+        for word, answer in answers:
+            if word == "raised":
+                raise answer
+        results = [pickle.loads(answer) if word == "pickled" else answer for word, answer in answers]
         if not non_block:
             return results
         future: Future[list[Any]] = Future()
         future.set_result(results)
         return future
 
-    def _receive(self, rank: int) -> Any:
+    def _receive(self, rank: int) -> tuple[str, Any]:
+        """The answer of a worker: ("pickled", bytes) of vLLM's own call, ("returned", value) or ("raised",
+        exception).
+        """
         pid, connection = self.workers[rank]
         try:
-            return cloudpickle.loads(connection.recv_bytes())
+            message = connection.recv_bytes()
         except (EOFError, OSError) as error:
             raise WorkerDied(rank, pid, self._reap(pid)) from error
+        answer: tuple[str, Any] = cloudpickle.loads(message)
+        return answer
 
     def _reap(self, pid: int) -> int | None:
         """The wait status of a worker whose connection has ended; None: it lives."""
@@ -145,9 +155,10 @@ class ForkedExecutor(Executor):
         raised: list[BaseException] = []
         for rank, (pid, connection) in enumerate(self.workers):
             try:
-                connection.send_bytes(cloudpickle.dumps(("shutdown", (), {})))
-                if isinstance(result := self._receive(rank), BaseException):
-                    raised.append(result)
+                connection.send_bytes(cloudpickle.dumps(("shutdown", pickled(((), {})))))
+                word, answer = self._receive(rank)
+                if word == "raised":
+                    raised.append(answer)
             except (WorkerDied, OSError):
                 raised.append(WorkerDied(rank, pid))
             connection.close()
@@ -185,16 +196,19 @@ def _worker_main(connection: Connection, vllm_config: Any, rank: int, init_metho
                 message = connection.recv_bytes()
             except EOFError:
                 break  # the engine is gone
-            method, args, kwargs = cloudpickle.loads(message)
+            method, given = cloudpickle.loads(message)
             try:
+                args, kwargs = pickle.loads(given) if isinstance(method, str) else given
                 result = run_method(wrapper, method, args, kwargs)
                 if isinstance(result, AsyncModelRunnerOutput):
                     result = result.get_output()
+                answer = ("pickled", pickled(result)) if isinstance(method, str) else ("returned", result)
             except Exception as error:
                 traceback.print_exc()
-                setattr(error, FRAMES, stack_of(error))  # a traceback does not travel
-                result = error
-            connection.send_bytes(cloudpickle.dumps(result))
+                sent = that_travels(error)
+                setattr(sent, FRAMES, stack_of(error))  # a traceback does not travel
+                answer = "raised", sent
+            connection.send_bytes(cloudpickle.dumps(answer))
         code = 0
     except BaseException:  # the engine reports that this worker died, and the log has the reason
         traceback.print_exc()

@@ -11,6 +11,8 @@ import traceback
 from multiprocessing.connection import Connection
 from typing import Any
 
+from pytest_kvconform.result import first_line
+
 
 def probe(connection: Connection, config: dict[str, Any]) -> None:
     """Send ("ok", facts) or ("bad", sentence). `config` holds the fields of vLLM's KVTransferConfig."""
@@ -106,7 +108,7 @@ def _import(module: str, name: str) -> Any:
 
 
 def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [""])[0][:200]
+    return first_line(error, 200)
 
 
 def _where(error: BaseException) -> str:

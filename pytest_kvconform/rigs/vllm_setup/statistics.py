@@ -21,6 +21,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
+from pytest_kvconform.result import first_line
 from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.processes.linux import die_with_parent
 
@@ -168,7 +169,7 @@ _STAGES = ("aggregate", "reduce", "is_empty")
 
 def _text(error: Exception) -> str:
     """An exception, with the line that raised it."""
-    text = (str(error).strip().splitlines() or [""])[0][:160]
+    text = first_line(error, 160)
     last = traceback.extract_tb(error.__traceback__)[-1]
     where = f"{last.filename.rpartition('/')[2]}:{last.lineno}"
     return f"{type(error).__name__}{f': {text}' if text else ''} ({where})"

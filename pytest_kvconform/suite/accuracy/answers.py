@@ -17,6 +17,7 @@ from pytest_kvconform.rigs.serving.gate import (
     texts,
 )
 from pytest_kvconform.rigs.serving.messages import AGAIN
+from pytest_kvconform.rigs.serving.metrics import ACCEPTED, DRAFTED, GENERATED, Counters
 from pytest_kvconform.rigs.serving.observation import Runs, some_of
 from pytest_kvconform.suite.accuracy._observations import how_it_failed, loads, require_enough
 
@@ -181,33 +182,45 @@ def has_draft(cell: Cell) -> bool:
 def as_many_drafts_are_accepted(bench: Bench, _: None) -> Evidence:
     """As many draft tokens are accepted as of D alone. Wrong KV of a draft changes no token."""
     runs = loads(bench)
-    counted, alone = runs.counted, runs.counted_alone
-    if not (counted.drafted and alone.drafted):
-        raise Blocked("D counts no draft tokens, so that nothing shows whether they are accepted")
-    result = compare_acceptance((counted.accepted, counted.generated), (alone.accepted, alone.generated))
+    (accepted, generated), (before, of) = map(_drafts, (runs.counted, runs.counted_alone))
+    result = compare_acceptance((accepted, generated), (before, of))
     if result.outcome is Outcome.FAIL:
         raise Violation(
             Finding(
                 rule="KV-ACC-006",
-                happened=f"{counted.accepted} of {counted.generated} generated tokens are accepted drafts, "
-                f"and {alone.accepted} of {alone.generated} of D alone. Chance gives this with a probability "
+                happened=f"{accepted} of {generated} generated tokens are accepted drafts, "
+                f"and {before} of {of} of D alone. Chance gives this with a probability "
                 f"of {result.p:.1g}",
                 diagnosis="the KV of the draft model is not P's",
             )
         )
     if result.outcome is Outcome.UNSURE:
         raise Blocked(
-            f"D alone accepts {alone.accepted} drafts in {alone.generated} generated tokens: so few that "
-            "none at all after a hand-over would be chance"
+            f"D alone accepts {before} drafts in {of} generated tokens: so few that none at all after a "
+            "hand-over would be chance"
         )
     return _evidence(
         runs,
         {
-            "accepted drafts": round(counted.accepted / counted.generated, 4),
-            "accepted drafts of D alone": round(alone.accepted / alone.generated, 4),
+            "accepted drafts": round(accepted / generated, 4),
+            "accepted drafts of D alone": round(before / of, 4),
             "p": result.p,
         },
     )
+
+
+def _drafts(counted: Counters) -> tuple[int, int]:
+    """Accepted drafts and generated tokens. Raises Blocked unless a server counts them and has drafted."""
+    named = {DRAFTED: counted.drafted, ACCEPTED: counted.accepted, GENERATED: counted.generated}
+    if lacks := [name for name, count in named.items() if count is None]:
+        raise Blocked(
+            f"the /metrics of D, or of the baseline, have no {lacks[0]}, and nothing else tells which drafts "
+            "are accepted: start both with the draft model (--speculative-config), and without "
+            "--disable-log-stats"
+        )
+    if not (counted.drafted and counted.generated):
+        raise Blocked("D has drafted no tokens, so that nothing shows whether drafts are accepted")
+    return counted.accepted or 0, counted.generated
 
 
 def _evidence(runs: Runs, notes: dict[str, float | int | str]) -> Evidence:

@@ -66,7 +66,7 @@ def all_whole_blocks_are_loaded(bench: Bench, _: None) -> Evidence:
     if declared and not _was_asked_in_turn(bench):
         raise NotApplicable(f"{declared} is declared, and KV-ACC-002 holds the connector to it")
     runs = loads(bench)
-    if not runs.prompts or not runs.block:
+    if not runs.prompts:
         raise NotApplicable("a server that already runs counts sums alone: see KV-ACC-002")
     if _not_loaded_at_all(bench.subject, runs):
         on = "kv::accuracy/evidence::each_question_is_loaded"
@@ -97,8 +97,11 @@ def moved_bytes_are_counted(bench: Bench, _: None) -> Evidence:
     if not moved:
         raise NotApplicable("the connector has no metric of bytes in the /metrics of P and D")
     if not sum(moved.values()):
-        if runs.looks[0].moved_by_p is None:
-            raise NotApplicable("D counts no bytes, and P may count them: --kv-prefill-url names it")
+        if not all(moved.keys() <= (look.moved_by_p or {}).keys() for look in runs.looks):
+            raise Blocked(
+                f"D counts no bytes in {', '.join(moved)}, and P, which may count them, is not known or does "
+                "not: give --kv-prefill-url, the address of a server without --disable-log-stats"
+            )
         raise Violation(
             Finding(
                 rule="KV-ACC-003",
@@ -150,7 +153,7 @@ def _due(subject: Subject, one: Prompt, runs: Runs) -> int:
     server does not tell with what it speculates, so a block less is due whatever it is.
     """
     drops = subject.is_store and runs.speculates
-    return due_end_of(subject, one.prompt, one.local, runs.block or 1, drops)
+    return due_end_of(subject, one.prompt, one.local, runs.block, drops)
 
 
 def _not_loaded_at_all(subject: Subject, runs: Runs) -> list[Prompt]:
@@ -177,9 +180,15 @@ def _require_loads_by_totals(subject: Subject, look: Look, runs: Runs) -> None:
     due. A question that was not loaded costs D what is due of its prompt, too. So each of them was loaded if
     D computed less beyond the rests than is due of the shortest prompt.
     """
-    counted, prompts = look.counted, look.subject.prompts
+    counted = look.counted
+    prompts = [one for one in look.subject.prompts if one is not None]
+    if len(prompts) < len(look.subject.answers):
+        raise Blocked(
+            "the answers of the router do not tell how many tokens a prompt has (usage.prompt_tokens), so "
+            "that the sums of D cannot be compared with them"
+        )
     own, asked = counted.computed + counted.local, sum(prompts)
-    if not all(prompts) or counted.external + own != asked:
+    if counted.external + own != asked:
         raise Blocked(
             f"D counted {counted.external + own} tokens of prompts, and the questions have {asked}: "
             "let nobody else ask it meanwhile"

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from pytest_kvconform.case import case
-from pytest_kvconform.result import Blocked, Evidence
+from pytest_kvconform.result import Blocked, Evidence, repr_of
 from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.scheduler.connector_class import call_class_hook
 from pytest_kvconform.rigs.scheduler.rig import Rig, Side
@@ -228,7 +228,7 @@ def _hit_sources(rig: Rig, side: Side, request: Any) -> int:
     for count, found in answers:
         if found is None:  # PrefixCacheStats.record takes it for no answer
             continue
-        said = f"get_external_cache_hit_sources(request, {count}) returned {found!r}"
+        said = f"get_external_cache_hit_sources(request, {count}) returned {repr_of(found)}"
         try:
             if sum(found.values()) != count:  # vLLM replaces the result: see KV-CAPS-005
                 continue

@@ -8,7 +8,7 @@ import threading
 from typing import Any
 
 from pytest_kvconform.case import case
-from pytest_kvconform.result import Cell, Evidence, HarnessError, NotApplicable
+from pytest_kvconform.result import Cell, Evidence, HarnessError, NotApplicable, first_line, message_of
 from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.scheduler.rig import Rig
 from pytest_kvconform.rigs.scheduler.violations import HookRaised
@@ -216,7 +216,9 @@ def start_on_taken_port_does_not_hang(rig: Rig, _: None) -> Evidence:
         looked_at=len(taken),
         unit="ports",
         notes={
-            "the second engine": f"{type(reported[0]).__name__}: {reported[0]}" if reported else "started"
+            "the second engine": f"{type(reported[0]).__name__}: {message_of(reported[0])}"
+            if reported
+            else "started"
         },
     )
 
@@ -254,10 +256,10 @@ def worker_metadata_survives_pickle(rig: Rig, role: str) -> Evidence:
         try:
             pickle.loads(pickle.dumps(value))
         except Exception as error:
-            text = (str(error).splitlines() or [""])[0][:160]
+            text = f"{type(error).__name__}: {first_line(error, 160)}"
             raise rig.violation(
                 "",
-                f"a {type(value).__name__} of {hook} does not survive pickle: {type(error).__name__}: {text}",
+                f"a {type(value).__name__} of {hook} does not survive pickle: {text}",
                 diagnosis=f"what {hook} returns cannot leave the worker's process",
             ) from None
     return Evidence(looked_at=len(given), unit="answers", notes=dict.fromkeys(given, "survives"))

@@ -1,4 +1,4 @@
-"""The reference connector, and one that takes the release of a NIXL handle for the end of its read."""
+"""The reference connector, and two whose reads go on when they have reported the end of the load."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from reference_connector import ReferenceConnector
 from reference_connector.transport import HOST, TransportError
 
-__all__ = ["CancelsByRelease", "Reference"]
+__all__ = ["CancelsByRelease", "ReadsAgain", "Reference"]
 
 
 class Reference(ReferenceConnector):
@@ -19,6 +19,8 @@ class Reference(ReferenceConnector):
 class CancelsByRelease(ReferenceConnector):
     """Releases a read that takes too long, and reports the load as failed at once."""
 
+    again = False  # whether it begins the read once more
+
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         super().register_kv_caches(kv_caches)
         reads, transport = self._worker._reads, self._worker._transport
@@ -26,11 +28,12 @@ class CancelsByRelease(ReferenceConnector):
         def read(
             peer: Any, plans: dict[int, Any], deadline: float, kv_at: Any = None
         ) -> Generator[None, None, None]:
-            handles = []
+            handles, prepared = [], []
             for rank, plan in plans.items():
                 here, there = (kv_at, peer.ranks[rank].place) if kv_at else (HOST, HOST)
                 name = self._worker._peers.name(peer, rank)
-                handles.append(transport.prepare(name, plan, here, there))
+                prepared.append((name, plan, here, there))
+                handles.append(transport.prepare(*prepared[-1]))
                 transport.begin(handles[-1])
             while not all(map(transport.done, handles)) and time.monotonic() < deadline:
                 yield
@@ -38,6 +41,14 @@ class CancelsByRelease(ReferenceConnector):
             for handle in handles:
                 transport.release(handle)
             if late:
+                for one in prepared if self.again else ():
+                    transport.begin(transport.prepare(*one))
                 raise TransportError("it took too long, and was cancelled")
 
         reads.read = read
+
+
+class ReadsAgain(CancelsByRelease):
+    """Begins a read once more that took too long, and reports the load as failed at once."""
+
+    again = True

@@ -103,7 +103,7 @@ def _content(word: Array, size: int = 8) -> str:
     """What a word tells about itself."""
     found = decode(word, size)[0]
     if found["kind"] == FOREIGN:
-        return "zeros: it was never written" if not word.any() else "no word that an engine has written"
+        return "zeros, as before the first write" if not word.any() else "no word that an engine has written"
     who = f"of request {found['owner']}, computed by engine {found['engine']}"
     if found["kind"] == STATE:
         return f"the state after {found['token']} tokens {who}"

@@ -132,14 +132,14 @@ def _serve(rig: Rig, spec: LiveSpec, config: Any, line: Connection) -> None:
                                 engine.step()
                         continue
                     answer = "returned", getattr(engine, name)(*args, **kwargs)
+                line.send(answer)  # pickled before a byte is sent
             except EOFError:
                 break
             except BaseException as error:
                 traceback.print_exc()
-                answer = "raised", end_of(error)
-            line.send(answer)
-            if engine is None:
-                break
+                line.send(("raised", end_of(error)))
+                if engine is None:
+                    break
     finally:
         os._exit(0)
 

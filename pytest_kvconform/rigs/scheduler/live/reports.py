@@ -7,7 +7,10 @@ step_with_batch_queue). vLLM copies nothing meanwhile.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
+
+from pytest_kvconform.result import repr_of
 
 if TYPE_CHECKING:
     from pytest_kvconform.rigs.scheduler.rig import Rig
@@ -31,14 +34,19 @@ class Reports:
             if set(found) != before:
                 raise self._rig.violation(
                     RULE,
-                    f"a step reported {sorted(before)} in {field}, and in the next step this set became "
-                    f"{sorted(found)}",
+                    f"a step reported {_words(before)} in {field}, and in the next step this set became "
+                    f"{_words(found)}",
                     diagnosis="the worker half goes on using a set that it has returned. With a step in "
                     "flight vLLM reads it after the next step",
                 )
         self._last = []
         for field in FIELDS:
-            if found := getattr(output, field, None):
+            found = getattr(output, field, None)
+            if found and isinstance(found, set | frozenset):  # vLLM's scheduler judges what is none
                 self._last.append((field, found, frozenset(found)))
                 setattr(output, field, set(found))
         return output
+
+
+def _words(names: Iterable[Any]) -> list[str]:
+    return sorted(map(repr_of, names))

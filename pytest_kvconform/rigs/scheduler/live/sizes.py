@@ -7,10 +7,12 @@ import os
 from collections import Counter, deque
 from typing import Any
 
+from pytest_kvconform.result import Blocked
 from pytest_kvconform.rigs.scheduler.leaks import DEEP, MANY, attributes, has_limit, is_not_ours
 
 SHARE = 0.4  # a container that grows by so many things a request grows with all requests, or half of them
 CONTAINERS = (dict, list, tuple, set, frozenset, deque)
+HOLDS_NOTHING = (str, bytes, int, float, type(None))
 
 
 def sizes_of(halves: dict[str, dict[str, Any]]) -> dict[str, int]:
@@ -36,20 +38,21 @@ def sizes_of_process() -> dict[str, int]:
     return {"process: table of open files": found}
 
 
-def container_sizes(state: dict[str, Any]) -> dict[str, int]:
+def container_sizes(state: dict[str, Any], most: int = MANY) -> dict[str, int]:
     """Place within the attributes of an object -> how many things the containers hold that are there.
 
     Members of a container have one place, so a dict of many lists has two: its own, and that of the lists. A
-    container with a limit of its own, such as a deque with a maxlen, does not count.
+    container with a limit of its own, such as a deque with a maxlen, does not count. Raises Blocked if there
+    are too many objects to look at: a container that was not reached is not empty.
     """
     found: Counter[str] = Counter()
     seen: set[int] = set()
     todo: list[tuple[tuple[str, ...], Any]] = [((name,), value) for name, value in state.items()]
-    for _ in range(MANY):
+    for _ in range(most):
         if not todo:
-            break
+            return dict(found)
         path, value = todo.pop()
-        if isinstance(value, (str, bytes, int, float, type(None))) or id(value) in seen or len(path) > DEEP:
+        if id(value) in seen or len(path) > DEEP:
             continue
         seen.add(id(value))
         if has_limit(value):
@@ -57,12 +60,21 @@ def container_sizes(state: dict[str, Any]) -> dict[str, int]:
         if isinstance(value, CONTAINERS):
             found[".".join(path)] += len(value)
             inner = [*value.keys(), *value.values()] if isinstance(value, dict) else list(value)
-            todo += [((*path, "*"), one) for one in inner]
-        elif hasattr(value, "qsize"):
-            found[".".join(path)] += value.qsize()
+            todo += [((*path, "*"), one) for one in inner if not isinstance(one, HOLDS_NOTHING)]
+        elif isinstance(number := _queued(value), int):
+            found[".".join(path)] += number
         elif not is_not_ours(value):
-            todo += [((*path, name), one) for name, one in attributes(value)]
-    return dict(found)
+            inside = attributes(value)
+            todo += [((*path, name), one) for name, one in inside if not isinstance(one, HOLDS_NOTHING)]
+    raise Blocked(f"the connector remembers more than {most} objects, and what has grown cannot be told")
+
+
+def _queued(value: Any) -> Any:
+    """How many things a queue holds; None of what is no queue."""
+    try:
+        return value.qsize()
+    except Exception:  # of an object of the connector
+        return None
 
 
 def growth(before: dict[str, int], after: dict[str, int], requests: int) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pytest_kvconform.case import case
-from pytest_kvconform.kvspace.pools.diagnose import count_pool
+from pytest_kvconform.kvspace.pools.diagnose import count_pool, diagnose_pool
 from pytest_kvconform.kvspace.pools.draw import draw_pool
 from pytest_kvconform.result import Evidence, Finding, NotApplicable, Violation
 from pytest_kvconform.rigs.bench import Bench
@@ -40,8 +40,10 @@ def nothing_is_written_when_p_wakes(bench: Bench, variant: None) -> Evidence:
                     "blocks of other requests that these had not written",
                     differs=count_pool(check.pool),
                     picture=draw_pool(check.pool),
-                    diagnosis="D reported the end of a load while the transport could still write, and vLLM "
-                    "gave its blocks to other requests: releasing a NIXL handle does not cancel its read",
+                    diagnosis="vLLM gave D's blocks to other requests when the connector had reported the "
+                    "end of the load, and then something wrote into them, as a transfer that goes on or one "
+                    f"that is begun again: {diagnose_pool(check.pool)}",
+                    signature="something writes into D's blocks after the end of the load was reported",
                     log=observed.log[-4:],
                 )
             )

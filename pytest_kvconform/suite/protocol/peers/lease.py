@@ -24,6 +24,7 @@ from pytest_kvconform.suite._peer_observations import (
     one_rank_of_d,
     outcome_of,
     violation,
+    was_overwritten,
 )
 
 LEASE_ENDS = {
@@ -33,7 +34,7 @@ LEASE_ENDS = {
 }
 DURING = "lease_ends_during_load"
 OWNS = {"lease_ends_before_load": "D8", "lease_ends_during_load": "D5"}
-READS = "D reads blocks without knowing whether their lease has ended, and does not check it after the read"
+READS = "D uses what it has read from blocks whose lease had ended"
 WRITES = "P frees blocks while it writes from them, and tells D nothing of it"
 WAITS = {"queued_past_lease": "before it was scheduled", "loading_past_lease": "for its load to end"}
 WITHOUT_FAULTS = ("lease_ends_before_load", "queued_past_lease")
@@ -83,9 +84,11 @@ def load_after_the_lease_is_detected(bench: Bench, variant: str) -> Evidence:
     ended = observed.decodes["late"]
     what = outcome_of(ended)
     if what in (STUCK, WRONG) or (what == RIGHT and not (copy or observed.numbers.get("of_p"))):
+        since = what == WRONG and was_overwritten(ended)
+        loaded = "loaded what P had written there since" if since else "loaded wrong bytes"
         words = {
             STUCK: "did not end",
-            WRONG: "loaded what P had written there since, and ended without an error",
+            WRONG: f"{loaded}, and ended without an error",
             RIGHT: "loaded the right bytes although P had overwritten them, and it is not clear from where",
         }
         raise violation(
@@ -93,7 +96,7 @@ def load_after_the_lease_is_detected(bench: Bench, variant: str) -> Evidence:
             f"a request of D {words[what]}: {LEASE_ENDS[variant]}",
             observed,
             ended,
-            diagnosis="" if what != WRONG else WRITES if observed.numbers.get("of_p") else READS,
+            diagnosis="" if not since else WRITES if observed.numbers.get("of_p") else READS,
         )
     return evidence(1, "requests", observed)
 
@@ -208,9 +211,9 @@ def blocks_are_kept_while_d_waits(bench: Bench, variant: str) -> Evidence:
         ended = observed.decodes[name]
         if (what := outcome_of(ended)) == RIGHT:
             continue
-        words = {STUCK: "did not end", WRONG: "loaded what P had written into the blocks since"}.get(
-            what, "did not load what P had computed"
-        )
+        since = what == WRONG and was_overwritten(ended)
+        loaded = "loaded what P had written into the blocks since" if since else "loaded wrong bytes"
+        words = {STUCK: "did not end", WRONG: loaded}.get(what, "did not load what P had computed")
         happened = (
             f"a request that waited {ended.ended - ended.added:.1f} s on D {WAITS[variant]} {words}; P's "
             f"lease is {bench.peers.lease_s:.0f} s"
@@ -218,7 +221,7 @@ def blocks_are_kept_while_d_waits(bench: Bench, variant: str) -> Evidence:
         if chosen := observed.prefills.get(CHOSEN):
             whose = "its id on P" if name == CHOSEN else "the id on P of another request that waited"
             happened += f"; {whose} was {chosen.id!r}"
-        diagnosis = CUTS if name == CHOSEN else LATE
+        diagnosis = CUTS if name == CHOSEN else "" if what == WRONG and not since else LATE
         raise violation(broken_rule("KV-LEASE-004", what), happened, observed, ended, diagnosis=diagnosis)
     looked_at = sum(check.rows_due for ended in observed.decodes.values() for check in ended.checks)
     return evidence(looked_at, "rows", observed)

@@ -226,8 +226,12 @@ def start_load_kv_does_not_wait_for_p(bench: Bench, variant: str) -> Evidence:
     observed = completed(bench, "stopped_peer", "KV-PEER-005", "D2 P2")
     (watched,) = engine(observed, "D2").ranks
     first, end = (observed.numbers[f"{variant}_{word}"] for word in ("from", "to"))
-    longest, at_least = watched.longest_start_load_kv(first, end)
-    noise, _ = watched.longest_start_load_kv(observed.numbers["calm_from"], observed.numbers["calm_to"])
+    stopped = watched.longest_start_load_kv(first, end)
+    calm = watched.longest_start_load_kv(observed.numbers["calm_from"], observed.numbers["calm_to"])
+    if stopped is None or calm is None:
+        when = "was stopped" if stopped is None else "went on"
+        raise Blocked(f"D did not call start_load_kv once while P {when}, so that nothing was measured")
+    (longest, at_least), (noise, _) = stopped, calm
     what = {"meeting": "D shook hands with it", "reading": "D read from it"}[variant]
     stall = bench.peers.scaled_seconds(STALL_S)
     if longest >= stall / 2:
