@@ -19,7 +19,7 @@ from pytest_kvconform.rigs.engine.handle import EngineFailed, leave_all
 from pytest_kvconform.rigs.engine.messages import ON_D, ON_P, Trace, Usage
 from pytest_kvconform.rigs.engine.router import decode_params, prefill_params, transfer_id_of
 from pytest_kvconform.rigs.peers.hostile_clients import CuttingProxy, SilentListener
-from pytest_kvconform.rigs.peers.messages import RankObservation
+from pytest_kvconform.rigs.peers.messages import EngineObservation, RankObservation
 from pytest_kvconform.rigs.peers.stepping import (
     BLOCK,
     DeadlinePassed,
@@ -84,14 +84,6 @@ class DecodeResult:
 
 
 @dataclass(frozen=True)
-class EngineObservation:
-    """What an engine did in all its scenarios together."""
-
-    ranks: tuple[RankObservation, ...]
-    traces: dict[str, Trace]  # request -> its trace
-
-
-@dataclass(frozen=True)
 class ScenarioObservation:
     """All that one scenario showed. The cases judge it; the rig judges nothing."""
 
@@ -101,7 +93,7 @@ class ScenarioObservation:
     usage: dict[str, Usage] = field(default_factory=dict)
     numbers: dict[str, float] = field(default_factory=dict)
     request_ids: dict[str, str] = field(default_factory=dict)  # of requests that are not handed over
-    ranks_while_held: tuple[RankObservation, ...] = ()  # D's ranks while transfers were held
+    ranks: tuple[RankObservation, ...] = ()  # D's, in steps of this scenario, or until transfers were let go
     engines: dict[str, EngineObservation] = field(default_factory=dict)  # of the engines that still answered
     unsupported: str = ""  # what the connector lacks and may lack, so that the scenario could not run
     too_slow: str = ""  # why the machine was too slow to judge
@@ -156,8 +148,8 @@ class ScenarioEngines:
             with contextlib.suppress(EngineFailed):
                 if engine.pending is not None:
                     engine.handle.take_answer(engine.pending.name)
-                ranks = engine.handle.call("rank_observations")
-                found[name] = EngineObservation(ranks, engine.handle.call("all_traces"))
+                calls = ("rank_observations", "all_traces", "readings")
+                found[name] = EngineObservation(*map(engine.handle.call, calls))
         return found
 
     def close(self) -> None:

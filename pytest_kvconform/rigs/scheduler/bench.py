@@ -26,7 +26,7 @@ NO_ANSWER = "KV-MATCH-006"
 CASE_PART = 0.5  # of the deadline of a call: a case takes milliseconds
 AGAIN = 0.5  # of a case's deadline, after a case of its module that did not end in time
 GRACE_S = 10.0  # beyond the latest end of a case's own deadline, which the host keeps, on a busy machine
-PORTS = 6  # sides with a port of their own, and the last two of Rig.workers_hear_of_ends
+PORTS = 6  # sides with a port of their own, and the last two of store_engine.spare_port
 STARTS = 2  # whole starts of an engine, which the halves of a case may take together; one that hangs ends it
 # After so many cases of a module that did not end in time no other case of it is started, and after so many
 # modules with such a case none at all. A shutdown that hangs says nothing about loads.

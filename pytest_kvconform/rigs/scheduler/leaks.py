@@ -135,9 +135,15 @@ def told_ends(side: Side) -> tuple[str, ...]:
     named = {id for id, steps in kept.items() if any(mentions(step.metadata, id) for step in steps)}
     told = {id for id, steps in kept.items() if any(id in step.finished for step in steps)}
     scripted = side.worker is None and not _a_fake_keeps(side)
-    if told - named and scripted and side.rig.workers_hear_of_ends(side.role):
+    if told - named and scripted and _workers_hear_of_ends(side):
         named |= told
     return tuple(id for id in kept if id in named)
+
+
+def _workers_hear_of_ends(side: Side) -> bool:
+    from pytest_kvconform.rigs.scheduler.store_engine import workers_hear_of_ends
+
+    return workers_hear_of_ends(side.rig, side.role)
 
 
 def _a_fake_keeps(side: Side) -> bool:

@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from model_matrix.geometries import Geometry, load_geometries
-from pytest_kvconform.result import Blocked, Cell, Finding, HarnessError, NotApplicable, Violation
+from pytest_kvconform.result import Cell, Finding, HarnessError, NotApplicable, Violation
 from pytest_kvconform.rigs.context import (
     SHORTER,
     declared_addition,
@@ -69,8 +69,8 @@ if TYPE_CHECKING:
 __all__ = ["BLOCK", "BLOCKS", "RequestOutput", "Rig", "Side", "Step", "WorkerReport", "first_block", "longer"]
 
 TOKENS_FROM = 1_000_000  # far above the block ids of every side
+PAUSE_S = 0.01  # between steps of an engine that goes on without requests
 SETTLE_S = 4.0  # without any change, after which nothing is expected any more
-YES = "yes"
 LEFT = "KV-FINISH-003"  # the rule that nothing is left
 
 
@@ -242,6 +242,19 @@ class Rig:
             d.step()
         return d.steps[-1]
 
+    def steps_on(self, side: Side, done: Callable[[], bool]) -> bool:
+        """Step a side without requests as vLLM does: once more, so that its workers hear of the last end, and
+        as long as has_pending_push_work returns true (Scheduler.has_requests). Ends with `done()`, and
+        after `settle_s`. Returns `done()`.
+        """
+        side.step()
+        for _ in self.waits(Deadline(self.settle_s)):
+            if done() or not side.scheduler.has_requests():
+                break
+            time.sleep(PAUSE_S)
+            side.step()
+        return done()
+
     def scaled_seconds(self, seconds: float) -> float:
         """How long a case waits for something: longer with --kv-timeout-scale, never shorter."""
         return seconds * self.host.spec.timeout_scale
@@ -296,39 +309,20 @@ class Rig:
         """A file of all cases that are forked from this host, for what one of them has found out."""
         return Path(f"{self.host.spec.folder}-{os.getppid()}.{name}")
 
-    def workers_hear_of_ends(self, role: str) -> bool:
-        """Whether the connector of a role keeps the blocks of a request that it hands to nobody, and its
-        worker half reports the end, see `store_engine.worker_reports_an_end`. A worker half shows it, once
-        for all cases that are forked from this host: the answer stands in a file.
-
-        vLLM tells the workers of each end (SchedulerOutput.finished_req_ids), so metadata need not. Raises
-        Blocked if the worker half cannot run on this machine.
-        """
-        from pytest_kvconform.rigs.scheduler.store_engine import spare_port, worker_reports_an_end
-
-        known = self.shared_file(f"{role}.hears")
-        if not known.exists():
-            known.write_text("")  # if a hook raises
-            try:
-                if worker_reports_an_end(self, role, spare_port(self, role)):
-                    known.write_text(YES)
-            except Blocked as blocked:
-                known.write_text(str(blocked))
-        if (answer := known.read_text()) not in ("", YES):
-            raise Blocked(answer)
-        return bool(answer)
-
     def require_no_leaks(self, *sides: Side) -> None:
         """Raise Violation (KV-FINISH-003) if anything is left on sides on which every request has ended.
 
-        A store may hold blocks in vLLM's pool until its workers have saved them.
+        A store may hold blocks in vLLM's pool until its workers have saved them, and a connector may tell its
+        workers of an end as long as has_pending_push_work is true.
         """
         for side in sides:
             side.report_told_ends()
             left = side.leaks()
             for _ in self.waits(Deadline(self.settle_s)):
-                if not left or side.worker is None:
+                if not left or not (side.worker or side.call_hook("has_pending_push_work")):
                     break
+                time.sleep(PAUSE_S)
+                side.report_told_ends()
                 left = side.leaks()  # looking takes a step
             if left:
                 side.require_standard_reports()

@@ -26,6 +26,7 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.kv_cache_interface import MambaSpec
 
+from pytest_kvconform.result import Blocked
 from pytest_kvconform.rigs.bytes.layers import metadata
 from pytest_kvconform.rigs.context import declared_addition
 from pytest_kvconform.rigs.processes.cores import Deadline
@@ -37,6 +38,7 @@ from pytest_kvconform.rigs.vllm_setup.compat import pre_forward
 LONGEST = 8  # blocks of a request, beyond what its connector's declaration adds to every prompt
 ENCODER_TOKENS = 1024
 EMBEDDING = 8  # numbers of a token
+YES = "yes"
 PAUSE_S = 0.002  # of a step without tokens: saves and loads go on in the background
 
 
@@ -65,6 +67,27 @@ def start_engine_with_worker(
     half.set_handshake_metadata(side)
     side.worker = functools.partial(_step, half, side, caches)
     return side
+
+
+def workers_hear_of_ends(rig: Rig, role: str) -> bool:
+    """Whether the connector of a role keeps the blocks of a request that it hands to nobody, and its worker
+    half reports the end, see `worker_reports_an_end`. A worker half shows it, once for all cases that are
+    forked from this host: the answer stands in a file.
+
+    vLLM tells the workers of each end (SchedulerOutput.finished_req_ids), so metadata need not. Raises
+    Blocked if the worker half cannot run on this machine.
+    """
+    known = rig.shared_file(f"{role}.hears")
+    if not known.exists():
+        known.write_text("")  # if a hook raises
+        try:
+            if worker_reports_an_end(rig, role, spare_port(rig, role)):
+                known.write_text(YES)
+        except Blocked as blocked:
+            known.write_text(str(blocked))
+    if (answer := known.read_text()) not in ("", YES):
+        raise Blocked(answer)
+    return bool(answer)
 
 
 def worker_reports_an_end(rig: Rig, role: str, port: int) -> bool:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_kvconform.rigs.engine.router import RENDEZVOUS
 from pytest_kvconform.rigs.processes.cores import Deadline
-from pytest_kvconform.rigs.scheduler.leaks import A_FEW, ENOUGH, LATER_S, growing_memory, remembered
+from pytest_kvconform.rigs.scheduler.leaks import A_FEW, ENOUGH, LATER_S, growing_memory, mentions, remembered
 from pytest_kvconform.rigs.scheduler.live.clocks import set_ahead
 from pytest_kvconform.rigs.scheduler.rig import BLOCK, LEFT
 
@@ -263,7 +263,8 @@ def _fail_load(live: Live, id: str) -> None:
 
     def work_and_fail(output: Any) -> Any:
         reported = work(output)
-        if reported is not None and id in (reported.finished_recving or ()):
+        own = getattr(reported, "kv_connector_worker_meta", None)  # update_connector_output may end the load
+        if reported is not None and (id in (reported.finished_recving or ()) or mentions(own, id)):
             reported.failed_recving = {*(reported.failed_recving or ()), id}
         return reported
 
