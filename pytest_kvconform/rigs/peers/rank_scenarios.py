@@ -15,6 +15,7 @@ from pytest_kvconform.rigs.peers.messages import FAILED, KNOWN, MOMENTS, REPORTE
 from pytest_kvconform.rigs.peers.scenario_engines import (
     HELD,
     KEPT,
+    NO_TRANSFER,
     PrefillResult,
     ScenarioEngines,
     ScenarioObservation,
@@ -232,10 +233,13 @@ def _abort_at(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine, when
 
 
 def failed_load(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) -> Steps:
-    """The last rank of D cannot read one request."""
+    """The last rank of D cannot read one request, maybe before D announces a load."""
     prefill, before = (yield from engines.prefill(p)), (yield from d.call("rank_observations"))
     faults = last_rank(d, Faults(transfers=(0,), fail=STATUS))
     held = yield from engines.add_decode_with_faults(p, d, prefill, faults)
+    if held == NO_TRANSFER:
+        prefill = yield from engines.prefill(p)
+        held = yield from engines.add_decode_with_faults(p, d, prefill, faults, at_once=True)
     if isinstance(held, str):
         return ScenarioObservation(unsupported=held)
     decodes = {"failed": (yield from engines.finish_decode(d, *held))}

@@ -260,24 +260,31 @@ class ScenarioEngines:
     # ---- transfers that are held ---------------------------------------------------------------------------
 
     def add_decode_with_faults(
-        self, p: SteppedEngine, d: SteppedEngine, prefill: PrefillResult, faults: Faults
+        self,
+        p: SteppedEngine,
+        d: SteppedEngine,
+        prefill: PrefillResult,
+        faults: Faults,
+        at_once: bool = False,
     ) -> Steps:
         """Add a request of D whose load these faults change: transfers that D begins, or P if P writes.
 
-        Returns (request, when it was added), or why no transfer was changed.
+        `at_once`: those, too, that D begins before the request has blocks. Returns (request, when it was
+        added), or why no transfer was changed.
         """
         means = (yield from d.call("fault_reports")) + (yield from p.call("fault_reports"))
         if not sum(report.agents + report.hooks for report in means):
             return NO_FAULTS
         if faults.hold and any(map(loaded_within_step, (yield from d.call("all_traces")).values())):
             return WITHIN_STEP
-        yield from d.call("set_faults_of_next_load", (faults,))
+        yield from d.call("set_faults" if at_once else "set_faults_of_next_load", (faults,))
         yield from p.call("set_faults", faults_where_p_writes((faults,), p.handle.ranks, d.handle.ranks))
         added = time.monotonic()
         request = yield from self.add_decode(d, prefill)
         ranks, begun, deadline = faults.ranks or range(d.handle.ranks), False, d.deadline(self.limits.release)
-        within = False  # a connector may load some requests within a step, and others between steps
-        while not (begun or within or deadline.over()):
+        within = over = False  # a connector may load some requests within a step, and others between steps
+        while not (begun or within or over):
+            over = deadline.over() or request.id in d.outputs
             reports = yield from d.call("fault_reports")
             if any(report.changed for report in (yield from p.call("fault_reports"))):
                 self.of_p.add(request.id)

@@ -55,7 +55,7 @@ def start_engine_with_worker(
     `blocks`: of the pool, and the engine then has the first layers of the model only; 0: enough for one
     request, and all layers.
     """
-    longest = LONGEST + declared_addition(rig.subject, BLOCK) // BLOCK
+    longest = longest_request(rig)
     config = with_few_layers(copy.copy(single_rank_config(rig, role)), rig.geometry) if blocks else None
     half = WorkerHalf(rig, role, port=port, longest=longest, config=config, blocks=blocks, few=bool(blocks))
     half.construct()
@@ -67,6 +67,11 @@ def start_engine_with_worker(
     half.set_handshake_metadata(side)
     side.worker = functools.partial(_step, half, side, caches)
     return side
+
+
+def longest_request(rig: Rig) -> int:
+    """Blocks of the longest request of an engine with a worker half."""
+    return LONGEST + declared_addition(rig.subject, BLOCK) // BLOCK
 
 
 def workers_hear_of_ends(rig: Rig, role: str) -> bool:
@@ -155,7 +160,8 @@ def start_scheduler_half(rig: Rig, other: str = "") -> Side:
     first, blocks = first_block(rig.subject, 1), BLOCKS * longer(rig.subject)
     number = 2 if other else 1  # of its ports: a case has one engine that differs beside one that does not
     rig.take_ports(number, config)
-    rig.start_asked_worker("P", config, number)
+    if rig.nursery is not None and rig.subject.asks_worker:
+        rig.nursery.start("P", config, number)
     return Side(rig, "P", 1, config, rig.host.kv_config("P", config, first + blocks + 1), first)
 
 
@@ -205,7 +211,11 @@ def end_engine_with_worker(side: Side) -> None:
 
 
 def _step(half: WorkerHalf, side: Side, caches: dict[str, Any], output: Any) -> Any:
-    """What a worker does in a step (v1/worker/gpu/model_runner.py), without its model.
+    return step_of_worker(half, caches, output, slots_of(side, output))
+
+
+def step_of_worker(half: WorkerHalf, caches: dict[str, Any], output: Any, slots: list[np.ndarray]) -> Any:
+    """What a worker does in a step (v1/worker/gpu/model_runner.py), without its model. `slots`: `slots_of`.
 
     Returns vLLM's KVConnectorOutput.
     """
@@ -213,11 +223,9 @@ def _step(half: WorkerHalf, side: Side, caches: dict[str, Any], output: Any) -> 
     if not output.total_num_scheduled_tokens:
         time.sleep(PAUSE_S)
         return guard("a step without tokens", half.active.no_forward, output).kv_connector_output
-    groups = side.kv_config.kv_cache_groups
-    slots = [_slots(side, output, index) for index in range(len(groups))]
     context = {
         name: metadata(half.layers[name].spec, slots[index])
-        for index, group in enumerate(groups)
+        for index, group in enumerate(half.kv_config.kv_cache_groups)
         for name in group.layer_names
         if name in half.layers
     }
@@ -231,8 +239,12 @@ def _step(half: WorkerHalf, side: Side, caches: dict[str, Any], output: Any) -> 
     return guard("wait_for_save", half.active.post_forward, output.finished_req_ids)
 
 
+def slots_of(side: Side, output: Any) -> list[np.ndarray]:
+    """By KV cache group, the slot of each scheduled token: block times block size, and the place in it."""
+    return [_slots(side, output, index) for index in range(len(side.group_sizes))]
+
+
 def _slots(side: Side, output: Any, group: int) -> np.ndarray:
-    """The slot of each scheduled token in a group: block times block size, and the place in the block."""
     size, found = side.group_sizes[group], [np.zeros(0, dtype=np.int64)]
     for id, count in output.num_scheduled_tokens.items():
         end, table = side.num_computed_tokens(id), np.array(side.blocks(id)[group])

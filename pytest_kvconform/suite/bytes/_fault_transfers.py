@@ -39,15 +39,16 @@ def _failed(name: str, *faults: Faults, policy: str = "fail", beside: bool = Fal
 
 FIRST = (0,)
 # Faults by cell: one rank each; several ranks of D; several transfers of one rank of D, and several KV cache
-# groups. Each cell has one policy for failed loads, and so one pair of engines. Transfers whose blocks P
-# keeps until
-# its lease ends come first: the lease runs while the others are made.
+# groups. A policy for failed loads costs a pair of engines, so most cells have one. The first has both, for
+# connectors of one rank. Transfers whose blocks P keeps until its lease ends come first: the lease runs while
+# the others are made.
 TRANSFERS: dict[tuple[str, str, str], tuple[Transfer, ...]] = {
     ("llama3_1_8b", "P1D1", "b16"): (
         # the other request is still loading
         _failed("failed", Faults(transfers=FIRST, fail=STATUS, hold=2), Faults(hold=SLOW)),
         _failed("not_begun", Faults(transfers=FIRST, fail=POST), beside=True),
         _failed("lingers", Faults(transfers=FIRST, fail=POLL, linger=SLOW)),
+        _failed("recomputed", Faults(transfers=FIRST, fail=STATUS), policy="recompute"),
         _slow("not_notified", Faults(notifications=NEVER)),
         _slow("slow", Faults(hold=SLOW)),
         _slow("reported_late", Faults(late=SLOW)),

@@ -10,6 +10,7 @@ from pytest_kvconform.case import case
 from pytest_kvconform.result import Cell, Evidence, NotApplicable, Violation
 from pytest_kvconform.rigs.context import declared_amount
 from pytest_kvconform.rigs.engine.router import RENDEZVOUS
+from pytest_kvconform.rigs.scheduler.connector_class import REPORTS, classes_with
 from pytest_kvconform.rigs.scheduler.leaks import growing_memory, integers, leaks
 from pytest_kvconform.rigs.scheduler.live.endings import grow_with_bad_params
 from pytest_kvconform.rigs.scheduler.rig import Rig, Side
@@ -300,7 +301,7 @@ def _run_each(
     if not wrong and side:
         growing = growing_memory((side,), lambda: fate(side, next(every)), rig.subject.remembers)
         places = {place for _, place in growing}
-        if places and side.classes_with("build_connector_worker_meta"):
+        if places and classes_with(side, REPORTS):
             places = grow_with_bad_params(rig, role, places, every)
         wrong |= {growing[side, place]: list(table) for place in sorted(places)[:1]}
     if wrong:
