@@ -25,7 +25,7 @@ HERE = ROOT / "tests" / "right_connectors"
 # that load too little beside a fault, or for an answer to show something, or are wrong inside MultiConnector,
 # or slow. tests/bytes, tests/faults, tests/peers, tests/engine, tests/scheduler, test_reuse.py and
 # test_bookkeeping.py run the cases for which they are there.
-BASES = {"Right", "StopsElsewhere", "LessOfSome", "OtherHalf"}
+BASES = {"Right", "StopsElsewhere", "LessOfSome", "OtherHalf", "CarefulPull"}
 WRONG = {
     "MovesNothing",
     "OneContextAndAThread",
@@ -54,6 +54,10 @@ WRONG = {
     "ForgetsSends",
     "TakesOutLoads",
     "BatchesWhileIdle",
+    "LosesFailures",
+    "AnswersTooSoon",
+    "NeverSaysSo",
+    "KeepsItsOrders",
 }
 OTHERS = (
     {"TcpPull", "SavesBeforeReuse", "HoldsBlocks", "NoEvents", "SavesInBackground", "TakesItsTime"}

@@ -259,15 +259,14 @@ class Rig:
         return done()
 
     def step_others(self, side: Side) -> None:
-        """Step the other sides with real workers that have requests, or whose workers have yet to hear of an
-        end. Of what peers have read they hear when the case steps them.
+        """Step the other sides with real workers, as vLLM does while they have requests, those that P keeps
+        included: a transfer may need steps of the peer.
         """
         if self._stepping:
             return
         self._stepping = True
         for other in self._sides:
-            ends = other.unfinished_requests() or other.scheduler.finished_req_ids
-            if ends and other is not side and other.own is not None:
+            if other is not side and other.own is not None and other.scheduler.has_requests():
                 other.step()
         self._stepping = False
 
@@ -333,7 +332,8 @@ class Rig:
         """
         for side in sides:
             side.report_told_ends()
-            left = side.leaks()
+            if (left := side.leaks()) and side.own is not None:
+                side.own.pass_a_day()  # blocks that nobody reads may be held in vLLM's pool
             for _ in self.waits(Deadline(self.settle_s)):
                 if not left or not (side.worker or side.call_hook("has_pending_push_work")):
                     break

@@ -141,7 +141,9 @@ def params_are_read_by_key(rig: Rig, way: str) -> Evidence:
     d_id = d.add(prompt, params)
     rig.step_until_matched(d, d_id)
     rig.step_until_ordered(d, d_id)
-    given, ordered = d.first_external_tokens(d_id), _loads(d, p)
+    if not (given := d.first_external_tokens(d_id)) and rig.own_reports:
+        raise NotApplicable("the workers of another D have read what P handed over")
+    ordered = _loads(d, p)
     if way == "twice":
         third = d.add(prompt, params)
         rig.step_until_matched(d, third)
@@ -323,10 +325,8 @@ def _run_request(
     names_own: bool = True,
     names_p: bool = False,
 ) -> str:
-    """Return what goes wrong with a request that has these params, or "".
-
-    A load that is ordered is reported as failed. `names_own`, `names_p`: whether the metadata of a right load
-    names blocks of this side, and blocks of P that the params name.
+    """Return what goes wrong with a request that has these params, or "". An ordered load is reported as
+    failed. `names_own`, `names_p`: whether metadata of a right load names blocks of this side, and of P's.
     """
     from pytest_kvconform.rigs.scheduler.store_engine import end_in_worker
 

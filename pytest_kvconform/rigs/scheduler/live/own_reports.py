@@ -93,9 +93,13 @@ class OwnReports:
                 return
             if left and days and soon.over():
                 days -= 1
-                self._worker.line.send(DAY)
+                self.pass_a_day()
             self.side.take_step((WorkerReport(),))
             rig.step_others(self.side)
+
+    def pass_a_day(self) -> None:
+        """Let a day pass for the worker: leases end of what nobody reads."""
+        self._worker.line.send(DAY)
 
     def merged(self, own: Any, scripted: Any) -> Any:
         """The KVConnectorOutput of a step: what the worker reports, and of loads what the case does.
