@@ -24,7 +24,6 @@ from pytest_kvconform.rigs.scheduler.violations import NOT_ENDED
 CASE_PART = 0.5  # of the deadline of a call: a case takes milliseconds
 AGAIN = 0.5  # of a case's deadline, after a case of its module that did not end in time
 GRACE_S = 10.0  # beyond the latest end of a case's own deadline, which the host keeps, on a busy machine
-PORTS = 14  # sides with a port of their own, and the last two of store_engine.spare_port
 STARTS = 2  # whole starts of an engine, which the halves of a case may take together; one that hangs ends it
 # After so many cases of a module that did not end in time no other case of it is started, and after so many
 # modules with such a case none at all. A shutdown that hangs says nothing about loads.
@@ -61,6 +60,7 @@ class SchedulerBench:
         end, late = self._ask(cell, question, MOST * longest_s + GRACE_S)
         if end.unheard and end.outcome is not Outcome.PASS and cell not in self._own_reports:
             self._own_reports.add(cell)
+            self.drop()  # the next host has more ports
             return self.run(cell, module, function, rule, variant)
         if late in (QUIET, UNSTARTED) and end.outcome is Outcome.BLOCKED:
             self.context.missing.append(end.reason)
@@ -127,8 +127,9 @@ class SchedulerBench:
         name = context.next_name()
         tp = dict(zip("PD", parse_topology(cell.topology), strict=True))
         folder = str(context.store_folder(name))
-        # each with those up to the next that is given out, see ports.APART
-        ports = [first + n * RANKS for first in (free_port(), free_port()) for n in range(APART // RANKS)]
+        # and those up to the next that is given out, see ports.APART; real workers listen on theirs
+        firsts = [free_port() for _ in range(2 if cell in self._own_reports else 1)]
+        ports = [first + n * RANKS for first in firsts for n in range(APART // RANKS)]
         spec = HostSpec(
             cell=cell,
             subject=context.subject,
@@ -140,7 +141,7 @@ class SchedulerBench:
                 )
                 for n, role in enumerate("PD")
             },
-            ports=tuple(ports[2 : 2 + PORTS]),
+            ports=tuple(ports[2:]),
             folder=folder,
             facts=context.facts,
             timeout_scale=context.scaled_seconds(1.0),

@@ -71,7 +71,8 @@ class HostSpec(msgspec.Struct, frozen=True, kw_only=True):
     tensor_parallel: dict[str, int]  # role -> ranks
     memory: dict[str, Memory]  # role -> block size, layout, dtype
     transfer: dict[str, dict[str, Any]]  # role -> fields of vLLM's KVTransferConfig
-    # For VLLM_NIXL_SIDE_CHANNEL_PORT, one a side. No process listens while there is no worker half.
+    # For VLLM_NIXL_SIDE_CHANNEL_PORT, one a side, and the last two of store_engine.spare_port. No process
+    # listens while there is no worker half.
     ports: tuple[int, ...]
     folder: str  # under which a store may save
     facts: SubjectFacts

@@ -159,6 +159,11 @@ def untold_ends(side: Side) -> tuple[str, ...]:
     return tuple(id for id, steps in _kept_for_no_peer(side).items() if not steps)
 
 
+def goes_on(side: Side) -> bool:
+    """Whether vLLM steps an engine without requests on, for another reason than a peer that reads."""
+    return bool(side.worker or side.call_hook("has_pending_push_work") or _kept_for_no_peer(side))
+
+
 def _kept_for_no_peer(side: Side) -> dict[str, list[Step]]:
     """Requests that request_finished keeps and that P does not hand over -> the steps since their end.
 

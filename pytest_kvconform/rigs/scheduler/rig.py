@@ -51,6 +51,7 @@ from pytest_kvconform.rigs.processes.cores import Deadline, own_core_wait
 from pytest_kvconform.rigs.processes.hangs import LEFT_OUT_S
 from pytest_kvconform.rigs.scenario import tokens, with_other_tokens
 from pytest_kvconform.rigs.scheduler.connector_class import miss_reports, require_standard_reports
+from pytest_kvconform.rigs.scheduler.leaks import goes_on
 from pytest_kvconform.rigs.scheduler.side import Side
 from pytest_kvconform.rigs.scheduler.side_state import (
     APART,
@@ -245,9 +246,8 @@ class Rig:
         return d.steps[-1]
 
     def steps_on(self, side: Side, done: Callable[[], bool]) -> bool:
-        """Step a side without requests as vLLM does (Scheduler.has_requests): once more, so that its workers
-        hear of the last end, and as long as has_pending_push_work returns true, until `done()`, or for
-        `settle_s`. Returns `done()`.
+        """Step a side without requests as vLLM does (Scheduler.has_requests): once more for the last end, and
+        while has_pending_push_work is true or blocks are kept, until `done()`, or for `settle_s`. Returns it.
         """
         side.step()
         for _ in self.waits(Deadline(self.settle_s)):
@@ -328,14 +328,14 @@ class Rig:
         """Raise Violation (KV-FINISH-003) if anything is left on sides on which every request has ended.
 
         A store may hold blocks in vLLM's pool until its workers have saved them. A connector may tell its
-        workers of an end while has_pending_push_work is true.
+        workers of an end in a later step.
         """
         for side in sides:
             side.report_told_ends()
             if (left := side.leaks()) and side.own is not None:
                 side.own.pass_a_day()  # blocks that nobody reads may be held in vLLM's pool
             for _ in self.waits(Deadline(self.settle_s)):
-                if not left or not (side.worker or side.call_hook("has_pending_push_work")):
+                if not left or not goes_on(side):
                     break
                 time.sleep(PAUSE_S)
                 side.report_told_ends()

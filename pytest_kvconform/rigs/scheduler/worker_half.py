@@ -65,7 +65,7 @@ class WorkerHalf:
         scratch: int = 0,
     ):
         """`layout`: name of the KVCacheLayout that vLLM resolved; "": the cell's.
-        `port`: number of the side channel's port, see `scheduler.bench.PORTS`.
+        `port`: number of the side channel's port, see `HostSpec.ports`.
         `longest`: blocks of the longest request.
         `config`: a VllmConfig of one rank; None: made here. `blocks`: of the pool, 0: enough for one request.
         `few`: only the first layers of the model, see `few_layers`.

@@ -13,7 +13,11 @@ from reference_connector import ReferenceConnector
 from reference_connector.connector import WorkerReport
 from reference_connector.scheduler import LeaseState
 
-BATCH_S = 1.0  # between two messages of D to P
+from ..answers import LoadsAgain
+from ..leftovers import KeepsEveryEnd
+
+BATCH_S = 1.0  # for which releases are collected before D tells P
+ENDS_S = 0.3  # for which ends are collected before workers hear of them
 
 
 @dataclass
@@ -132,13 +136,13 @@ class ParksReports(ReferenceConnector):
 
 
 class BatchesReleases(ReferenceConnector):
-    """D tells P of the leases that it needs no more at most once a second. has_pending_push_work is true
-    until it has told all of them, so that vLLM steps an engine without requests (Scheduler.has_requests).
+    """D collects for a second the leases that it needs no more, and tells P then. has_pending_push_work is
+    true until it has told all of them, so that vLLM steps an engine without requests.
     """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any):
         super().__init__(vllm_config, role, kv_cache_config)
-        self.told_at = time.monotonic()
+        self.since = 0.0  # when the first of them came; 0.0: there is none
         if hasattr(self, "_scheduler"):
             every = self._scheduler._in_state
             self._scheduler._in_state = lambda state: self.batched(state, every(state))
@@ -147,9 +151,10 @@ class BatchesReleases(ReferenceConnector):
         """The leases in a state; no unused one before it is time."""
         if state is not LeaseState.UNUSED or not leases:
             return leases
-        if (now := time.monotonic()) - self.told_at < BATCH_S:
+        self.since = self.since or time.monotonic()
+        if time.monotonic() - self.since < BATCH_S:
             return []
-        self.told_at = now
+        self.since = 0.0
         return leases
 
 
@@ -158,3 +163,27 @@ class BatchesWhileIdle(BatchesReleases):
 
     def has_pending_push_work(self) -> bool:
         return False
+
+
+class LoadsAgainLater(BatchesReleases, LoadsAgain):
+    """D loads the same blocks again after a preemption, and tells P a second later that its request has
+    ended.
+    """
+
+
+class BatchesEnds(KeepsEveryEnd):
+    """Keeps the blocks of every request for some steps after its workers have heard of its end. They hear of
+    those of a moment at once: vLLM steps on while blocks are kept (Scheduler.has_finished_requests).
+    """
+
+    since = 0.0  # when the first of them came; 0.0: there is none
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        ends, now = self.drain, time.monotonic()
+        self.since = (self.since or now) if ends else 0.0
+        if early := now - self.since < ENDS_S:
+            self.drain = []
+        metadata = super().build_connector_meta(scheduler_output)
+        if early:
+            self.drain = ends
+        return metadata

@@ -86,6 +86,31 @@ def test_a_load_that_the_scheduler_half_ends_too_early_is_named_as_such(
     assert finding.diagnosis.startswith("a load is reported as soon as its transfers have begun"), finding
 
 
+KEEPS = {
+    "abort_leaves_other_requests_alone[running]",
+    "every_block_is_freed[plain-length]",
+    "keeps_only_its_own_blocks[fake-first]",
+    "requests_without_own_params_are_ignored[p-none]",
+}
+
+
+@pytest.mark.parametrize(
+    ("connector", "cases"),
+    [
+        ("LoadsAgainLater", {"announces_no_freed_blocks_after_the_load[preempted]"}),
+        ("BatchesEnds", KEEPS),
+    ],
+)
+def test_workers_and_peers_may_hear_of_an_end_while_the_engine_is_stepped(
+    run_cases: Callable[..., CellRun], connector: str, cases: set[str]
+) -> None:
+    def selected(planned: Any) -> bool:
+        return f"{planned.case.name}[{planned.variant}]" in cases
+
+    run = run_cases("protocol", connector, matrix="full", only=selected)
+    assert run.outcomes == dict.fromkeys(cases, "PASS"), wrong(run)
+
+
 @pytest.mark.parametrize(
     ("connector", "outcome"), [("BatchesReleases", "PASS"), ("BatchesWhileIdle", "FAIL")]
 )
