@@ -59,7 +59,7 @@ def run(one: str, entry: dict[str, Any], out: Path, arguments: list[str]) -> tup
 
     A run that is not over after LIMIT_S seconds is killed, and counts as exit code 124.
     """
-    module, _, name = one.partition(".")
+    module, _, name = one.rpartition(".")
     out.mkdir(parents=True, exist_ok=True)
     (out / "report.json").unlink(missing_ok=True)
     (out / "declaration.toml").write_text(declaration(entry.get("declare", "")))

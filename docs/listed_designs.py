@@ -23,7 +23,8 @@ def listed_designs(table: Callable[[tuple[str, ...], list[tuple[str, ...]]], str
     matrices = tuple(one for one in ("quick", "full") if any(one in of for of in runs.values()))
     rows = []
     for module, entries in listed.items():
-        tree = ast.parse((TESTS / "right_connectors" / f"{module}.py").read_text(encoding="utf-8"))
+        file = (TESTS / "right_connectors").joinpath(*module.split(".")).with_suffix(".py")
+        tree = ast.parse(file.read_text(encoding="utf-8"))
         said = {
             node.name: ast.get_docstring(node) or "" for node in tree.body if isinstance(node, ast.ClassDef)
         }

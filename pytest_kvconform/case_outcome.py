@@ -40,6 +40,8 @@ class CaseEnd(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""  # one sentence, of BLOCKED, NOT-APPLICABLE and HARNESS
     refused: bool = False  # the connector declined cleanly: see `result.CaseResult`
     defect: str = ""  # of HARNESS: the traceback
+    # The connector has waited for reports of its own workers, which the workers of the case cannot make.
+    unheard: bool = False
     ends_run: bool = False  # a process was killed: no later case of this pytest process runs
 
 

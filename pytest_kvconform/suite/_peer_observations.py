@@ -14,12 +14,8 @@ from pytest_kvconform.result import Blocked, Cell, Evidence, Finding, HarnessErr
 from pytest_kvconform.rigs.bench import Bench
 from pytest_kvconform.rigs.bytes.overwriter import NUMBERS
 from pytest_kvconform.rigs.peers.bench import seconds
-from pytest_kvconform.rigs.peers.scenario_engines import (
-    NO_TRANSFER,
-    DecodeResult,
-    EngineObservation,
-    ScenarioObservation,
-)
+from pytest_kvconform.rigs.peers.messages import EngineObservation
+from pytest_kvconform.rigs.peers.scenario_engines import NO_TRANSFER, DecodeResult, ScenarioObservation
 from pytest_kvconform.suite.bytes._observations import wrong_words
 from pytest_kvconform.suite.bytes._stores import is_store
 

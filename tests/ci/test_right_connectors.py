@@ -25,7 +25,7 @@ HERE = ROOT / "tests" / "right_connectors"
 # that load too little beside a fault, or for an answer to show something, or are wrong inside MultiConnector,
 # or slow. tests/bytes, tests/faults, tests/peers, tests/engine, tests/scheduler, test_reuse.py and
 # test_bookkeeping.py run the cases for which they are there.
-BASES = {"Right", "StopsElsewhere", "LessOfSome", "OtherHalf"}
+BASES = {"Right", "StopsElsewhere", "LessOfSome", "OtherHalf", "CarefulPull"}
 WRONG = {
     "MovesNothing",
     "OneContextAndAThread",
@@ -50,6 +50,14 @@ WRONG = {
     "KeepsWhatItTold",
     "KeepsBaseIds",
     "KeepsRecomputed",
+    "EndsWhatIsOrdered",
+    "ForgetsSends",
+    "TakesOutLoads",
+    "BatchesWhileIdle",
+    "LosesFailures",
+    "AnswersTooSoon",
+    "NeverSaysSo",
+    "KeepsItsOrders",
 }
 OTHERS = (
     {"TcpPull", "SavesBeforeReuse", "HoldsBlocks", "NoEvents", "SavesInBackground", "TakesItsTime"}
@@ -71,10 +79,10 @@ def script() -> ModuleType:
 def connectors_of(file: Path) -> set[str]:
     """Classes of a file that derive from a class whose name ends with Connector, directly or not."""
     found: set[str] = set()
-    known: set[str] = set()  # of the files beside it
+    known: set[str] = set()  # of the files beside it, and of the folder above
     for node in ast.parse(file.read_text()).body:
-        if isinstance(node, ast.ImportFrom) and node.level == 1 and node.module:
-            known |= connectors_of(file.with_name(f"{node.module}.py"))
+        if isinstance(node, ast.ImportFrom) and node.level and node.module:
+            known |= connectors_of(file.parents[node.level - 1] / f"{node.module}.py")
         elif isinstance(node, ast.ClassDef):
             bases = {ast.unparse(base).rpartition(".")[2] for base in node.bases}
             if bases & (found | known) or any(
@@ -85,8 +93,9 @@ def connectors_of(file: Path) -> set[str]:
 
 
 def test_every_right_connector_is_listed(script: ModuleType) -> None:
-    files = [file for file in HERE.glob("[!_]*.py") if not file.stem.startswith(("test_", "conftest"))]
-    found = {f"{file.stem}.{name}" for file in files for name in connectors_of(file) - OTHERS}
+    files = [file for file in HERE.rglob("[!_]*.py") if not file.stem.startswith(("test_", "conftest"))]
+    modules = {".".join(file.relative_to(HERE).with_suffix("").parts): file for file in files}
+    found = {f"{module}.{name}" for module, file in modules.items() for name in connectors_of(file) - OTHERS}
     assert set(script.selected([])) == found
 
 

@@ -16,8 +16,10 @@ from pytest_kvconform.rigs.bytes.process import ByteEngineProcess
 from pytest_kvconform.rigs.engine import process as engine_process
 from pytest_kvconform.rigs.engine.messages import Step
 from pytest_kvconform.rigs.peers import faulty_nixl, rank_faults
-from pytest_kvconform.rigs.peers.messages import FaultReport
+from pytest_kvconform.rigs.peers.messages import FaultReport, Reading
 from pytest_kvconform.rigs.scenario import Faults, faults_where_p_writes
+
+Ends = tuple[set[str], set[str]]  # requests whose sends and whose loads have ended
 
 
 class FaultyEngineHandle(ByteEngineHandle):
@@ -60,12 +62,40 @@ class FaultyEngineProcess(ByteEngineProcess):
     """One byte engine on a transport that can fail."""
 
     def __init__(self, spec: ByteEngineSpec):
+        self.read: list[Reading] = []
         super().__init__(spec)
         self._workers(rank_faults.watch_loads)
 
     def _configure(self, spec: ByteEngineSpec) -> Any:
         faulty_nixl.install()
         return super()._configure(spec)
+
+    def readings(self) -> tuple[Reading, ...]:
+        """What vLLM's scheduler has read so far in reports of its workers."""
+        return tuple(self.read)
+
+    def _watch_connector(self) -> None:
+        super()._watch_connector()
+        connector = self.scheduler.connector
+        update = connector.update_connector_output
+
+        def update_connector_output(output: Any) -> None:
+            told = _ended(output)
+            update(output)
+            self._note_reading(told, _ended(output), set(output.failed_recving or ()))
+
+        connector.update_connector_output = update_connector_output
+
+    def _note_reading(self, told: Ends, read: Ends, failed: set[str]) -> None:
+        """Note what the scheduler reads in a report. `told`: before update_connector_output. For loads that
+        this hook has put into the report, how far the transfers of each rank are is noted now.
+        """
+        sending, recving = read
+        if added := recving - told[1] - failed - self.scheduler.failed_recving_kv_req_ids:
+            self._workers(rank_faults.note_loads, tuple(sorted(added)))
+        if any((*told, *read)):
+            taken = (before - after for before, after in zip(told, read, strict=True))
+            self.read.append(Reading(*(tuple(sorted(ids)) for ids in (sending, recving, *taken))))
 
     def step(self, seconds: float) -> Step:
         """Run steps, see `EngineProcess.step`.
@@ -83,6 +113,11 @@ class FaultyEngineProcess(ByteEngineProcess):
     def fault_reports(self) -> tuple[FaultReport, ...]:
         """Return what the faults did, one record a rank."""
         return tuple(self._workers(rank_faults.fault_report))
+
+
+def _ended(output: Any) -> Ends:
+    """finished_sending and finished_recving of a KVConnectorOutput."""
+    return set(output.finished_sending or ()), set(output.finished_recving or ())
 
 
 def serve(connection: Connection, spec: ByteEngineSpec) -> None:

@@ -1,14 +1,16 @@
-"""Records of what each rank of a peer engine was asked and reported.
+"""Records of what each rank of a peer engine was asked and reported, and of what its scheduler read.
 
 They are frozen, and travel pickled to the controller.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 import numpy as np
+
+from pytest_kvconform.rigs.engine.messages import Trace
 
 # Moments at which a request is aborted: the ranks have reported its load, and the scheduler does not know it;
 # the scheduler knows it; a step has computed the request for the first time.
@@ -49,6 +51,17 @@ class RankObservation:
         """The reports that name a request in `field`: "sending", "recving" or "failed"."""
         return [report for report in self.reports if request in getattr(report, field)]
 
+    def since(self, before: RankObservation) -> RankObservation:
+        """What this rank has done since an earlier look at it."""
+        return replace(
+            self,
+            reports=tuple(report for report in self.reports if report.step > before.steps),
+            steps=self.steps - before.steps,
+            idle_steps=self.idle_steps - before.idle_steps,
+            load_error_polls=self.load_error_polls - before.load_error_polls,
+            start_load_kv_calls=self.start_load_kv_calls[len(before.start_load_kv_calls) :],
+        )
+
     def longest_start_load_kv(self, first: float, end: float) -> tuple[float, float] | None:
         """Of the calls of start_load_kv that began in [first, end): the seconds of the longest, and the most
         that is left of one without the waits of others. None if there was none.
@@ -58,8 +71,41 @@ class RankObservation:
         return (max(seconds.tolist()), max((seconds - others).tolist())) if len(seconds) else None
 
 
+class Reading(msgspec.Struct, frozen=True):
+    """What vLLM's scheduler read in the report of one step, which update_connector_output may have changed
+    (v1/core/sched/scheduler.py: _update_from_kv_xfer_finished). `taken`: what it has taken out.
+    """
+
+    sending: tuple[str, ...]  # finished_sending
+    recving: tuple[str, ...]  # finished_recving
+    taken_sending: tuple[str, ...]
+    taken_recving: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class EngineObservation:
+    """What an engine did in all its scenarios together."""
+
+    ranks: tuple[RankObservation, ...]
+    traces: dict[str, Trace]  # request -> its trace
+    readings: tuple[Reading, ...]
+
+    def times_read(self, where: str, request: str) -> int:
+        """In how many reports of its workers vLLM's scheduler has read a request.
+
+        `where`: "sending" or "recving".
+        """
+        return sum(request in getattr(one, where) for one in self.readings)
+
+    def times_taken(self, where: str, request: str) -> int:
+        """Out of how many reports update_connector_output has taken a request that was in them."""
+        return self.times_read(f"taken_{where}", request)
+
+
 class LoadReport(msgspec.Struct, frozen=True):
-    """How far the transfers of one rank were when its worker half reported a load as finished."""
+    """How far the transfers of one rank were when its worker half reported a load as finished, or when the
+    scheduler half did.
+    """
 
     rank: int
     request: str

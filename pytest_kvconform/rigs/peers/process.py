@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import pickle
 import time
 from dataclasses import replace
 from typing import Any
@@ -24,6 +26,13 @@ TICK_S = 0.01
 def serve(connection: Any, spec: ByteEngineSpec) -> None:
     """Run the engine in a child of the zygote, see `engine.process.serve`."""
     engine_process.serve(connection, spec, PeerEngineProcess)
+
+
+def _pickled(value: Any) -> bytes:
+    """A value as it travels from a worker; b"": it does not survive that, as another case finds."""
+    with contextlib.suppress(Exception):
+        return pickle.dumps(value)
+    return b""
 
 
 class WorkerFailed(Exception):
@@ -55,6 +64,10 @@ class PeerEngineProcess(FaultyEngineProcess):
         aggregator = self.core.model_executor.kv_output_aggregator  # None where one worker needs none
         count = int(aggregator._expected_finished_count) if aggregator and len(found) > 1 else len(found)
         return tuple(replace(one, finished_count=count) for one in found)
+
+    def has_read_load(self, request_id: str) -> bool:
+        """Whether vLLM's scheduler has read that the load of a request has ended."""
+        return any(request_id in one.recving for one in self.read)
 
     def all_traces(self) -> dict[str, Trace]:
         """The trace of every request."""
@@ -176,12 +189,11 @@ class PeerEngineProcess(FaultyEngineProcess):
         update = self.scheduler.update_from_output
 
         def update_from_output(scheduler_output: Any, output: Any) -> Any:
-            reports = getattr(output, "kv_connector_output", None)
-            received = set(reports.finished_recving or ()) if reports else set()
-            self._abort(REPORTED, received)
+            report, read = getattr(output, "kv_connector_output", None), len(self.read)
+            self._abort(REPORTED, self._loads_told_in([report] if report else []))
             self._abort(COMPUTED, scheduler_output.num_scheduled_tokens)
             found = update(scheduler_output, output)
-            self._abort(KNOWN, received)
+            self._abort(KNOWN, {request for one in self.read[read:] for request in one.recving})
             return found
 
         self.scheduler.update_from_output = update_from_output
@@ -199,8 +211,7 @@ class PeerEngineProcess(FaultyEngineProcess):
 
         def aggregate_unless_failed(outputs: list[Any], *more: Any) -> Any:
             reports = [out.kv_connector_output for out in outputs if out and out.kv_connector_output]
-            received = {name for report in reports for name in report.finished_recving or ()}
-            failing = [name for name in received if self.abort_at.get(name) == FAILED]
+            failing = [name for name in self._loads_told_in(reports) if self.abort_at.get(name) == FAILED]
             if not failing:
                 return aggregate(outputs, *more)
             self.aborted_ids.append(failing[0])
@@ -209,6 +220,22 @@ class PeerEngineProcess(FaultyEngineProcess):
             raise WorkerFailed
 
         aggregator.aggregate = aggregate_unless_failed
+
+    def _loads_told_in(self, reports: list[Any]) -> set[str]:
+        """Requests that the workers name as loaded: in finished_recving, or in metadata of their own, from
+        which update_connector_output may put them into the report. Of the latter, those that are to be
+        aborted, while they wait.
+        """
+        told = {name for report in reports for name in report.finished_recving or ()}
+        own = [_pickled(meta) for report in reports if (meta := report.kv_connector_worker_meta) is not None]
+        waiting = [name for name in self.abort_at if self._waits_for_remote_kv(name)] if own else ()
+        return told | {name for name in waiting if any(name.encode() in one for one in own)}
+
+    def _waits_for_remote_kv(self, request_id: str) -> bool:
+        from vllm.v1.request import RequestStatus
+
+        request = self.scheduler.requests.get(request_id)
+        return request is not None and request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
 
     def _abort(self, moment: str, requests: Any) -> None:
         """Abort those of the requests that are to be aborted at this moment."""

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from msgspec.structs import replace
@@ -117,12 +117,16 @@ def watch_loads(worker: Any) -> None:
         if any(one.hold for one in _asked):
             time.sleep(LATE_STEP_S)
         found = results(finished_req_ids)
-        begun, ended = faulty_nixl.begun_and_ended()
-        finished = set(found.finished_recving or ()) - set(found.failed_recving or ())
-        _loads.extend(LoadReport(worker.rank, request, begun, ended) for request in sorted(finished))
+        note_loads(worker, sorted(set(found.finished_recving or ()) - set(found.failed_recving or ())))
         return found
 
     connector.get_transfer_results = get_transfer_results
+
+
+def note_loads(worker: Any, requests: Iterable[str]) -> None:
+    """Note how far the transfers of this rank are: loads of these requests are reported as finished."""
+    begun, ended = faulty_nixl.begun_and_ended()
+    _loads.extend(LoadReport(worker.rank, request, begun, ended) for request in requests)
 
 
 def _connector() -> Any:

@@ -11,10 +11,11 @@ from collections.abc import Callable
 from msgspec.structs import replace
 
 from pytest_kvconform.rigs.engine.messages import Usage
-from pytest_kvconform.rigs.peers.messages import FAILED, KNOWN, MOMENTS, REPORTED
+from pytest_kvconform.rigs.peers.messages import FAILED, KNOWN, MOMENTS, REPORTED, RankObservation
 from pytest_kvconform.rigs.peers.scenario_engines import (
     HELD,
     KEPT,
+    NO_TRANSFER,
     PrefillResult,
     ScenarioEngines,
     ScenarioObservation,
@@ -47,6 +48,12 @@ def last_rank(d: SteppedEngine, faults: Faults) -> Faults:
     return replace(faults, ranks=(d.handle.ranks - 1,))
 
 
+def since(d: SteppedEngine, before: tuple[RankObservation, ...]) -> Steps:
+    """What each rank of an engine has done since an earlier look: it is in other scenarios, too."""
+    now = yield from d.call("rank_observations")
+    return tuple(one.since(then) for one, then in zip(now, before, strict=True))
+
+
 def hand_overs(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) -> Steps:
     """P hands requests over to D; for one of them the last rank of D is slow.
 
@@ -75,13 +82,16 @@ def load_on_idle_engine(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEn
 
     If the load does not end, D gets something to compute.
     """
-    prefill = yield from engines.prefill(p)
+    prefill, before = (yield from engines.prefill(p)), (yield from d.call("rank_observations"))
     added, request = time.monotonic(), (yield from engines.add_decode(d, prefill))
     by_itself = yield from until(lambda: request.id in d.outputs, d.deadline(engines.limits.release))
     if not by_itself:
         yield from engines.decode(d, None)
     decode = yield from engines.finish_decode(d, request, added)
-    return ScenarioObservation({"quiet": decode}, {"quiet": prefill}, numbers={"by_itself": by_itself})
+    ranks = yield from since(d, before)
+    return ScenarioObservation(
+        {"quiet": decode}, {"quiet": prefill}, numbers={"by_itself": by_itself}, ranks=ranks
+    )
 
 
 def aborted_before_load(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) -> Steps:
@@ -162,7 +172,7 @@ def aborted_during_load(
         yield from let_run(awhile, p, d, most=3 * awhile)  # the others report
     yield from d.call("abort", request.id)
     yield from let_run(awhile, p, d, most=3 * awhile)
-    before, while_held = (yield from d.call("usage")), (yield from d.call("rank_observations"))
+    before, ranks = (yield from d.call("usage")), (yield from d.call("rank_observations"))
     reports = yield from d.call("fault_reports")
     not_begun = any(report.hooks and not report.agents for report in reports)
     yield from engines.start_held_transfers(p, d, request)
@@ -178,7 +188,7 @@ def aborted_during_load(
         {"before": before, "after": after},
         numbers={"not_begun": not_begun},
         request_ids={"aborted": request.id},
-        ranks_while_held=while_held,
+        ranks=ranks,
     )
 
 
@@ -223,15 +233,18 @@ def _abort_at(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine, when
 
 
 def failed_load(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) -> Steps:
-    """The last rank of D cannot read one request."""
-    prefill = yield from engines.prefill(p)
+    """The last rank of D cannot read one request, maybe before D announces a load."""
+    prefill, before = (yield from engines.prefill(p)), (yield from d.call("rank_observations"))
     faults = last_rank(d, Faults(transfers=(0,), fail=STATUS))
     held = yield from engines.add_decode_with_faults(p, d, prefill, faults)
+    if held == NO_TRANSFER:
+        prefill = yield from engines.prefill(p)
+        held = yield from engines.add_decode_with_faults(p, d, prefill, faults, at_once=True)
     if isinstance(held, str):
         return ScenarioObservation(unsupported=held)
     decodes = {"failed": (yield from engines.finish_decode(d, *held))}
     decodes["last"] = yield from engines.decode(d, (yield from engines.prefill(p)))
-    return ScenarioObservation(decodes, {"failed": prefill})
+    return ScenarioObservation(decodes, {"failed": prefill}, ranks=(yield from since(d, before)))
 
 
 def two_peers(engines: ScenarioEngines, p: SteppedEngine, other: SteppedEngine, d: SteppedEngine) -> Steps:
@@ -268,8 +281,7 @@ def two_peers(engines: ScenarioEngines, p: SteppedEngine, other: SteppedEngine, 
     added, ends = time.monotonic(), (yield from engines.add_decode(d, before))
     for _ in range(STEPS):
         yield from d.call("step", 0.0)
-        ranks = yield from d.call("rank_observations")
-        if all(rank.reports_of("recving", ends.id) for rank in ranks):
+        if (yield from d.call("has_read_load", ends.id)):
             break
         yield from let_run(awhile, d, most=2 * awhile)
     begins = yield from engines.add_decode(d, then)

@@ -19,7 +19,7 @@ from pytest_kvconform.rigs.engine.handle import EngineFailed, leave_all
 from pytest_kvconform.rigs.engine.messages import ON_D, ON_P, Trace, Usage
 from pytest_kvconform.rigs.engine.router import decode_params, prefill_params, transfer_id_of
 from pytest_kvconform.rigs.peers.hostile_clients import CuttingProxy, SilentListener
-from pytest_kvconform.rigs.peers.messages import RankObservation
+from pytest_kvconform.rigs.peers.messages import EngineObservation, RankObservation
 from pytest_kvconform.rigs.peers.stepping import (
     BLOCK,
     DeadlinePassed,
@@ -84,14 +84,6 @@ class DecodeResult:
 
 
 @dataclass(frozen=True)
-class EngineObservation:
-    """What an engine did in all its scenarios together."""
-
-    ranks: tuple[RankObservation, ...]
-    traces: dict[str, Trace]  # request -> its trace
-
-
-@dataclass(frozen=True)
 class ScenarioObservation:
     """All that one scenario showed. The cases judge it; the rig judges nothing."""
 
@@ -101,7 +93,7 @@ class ScenarioObservation:
     usage: dict[str, Usage] = field(default_factory=dict)
     numbers: dict[str, float] = field(default_factory=dict)
     request_ids: dict[str, str] = field(default_factory=dict)  # of requests that are not handed over
-    ranks_while_held: tuple[RankObservation, ...] = ()  # D's ranks while transfers were held
+    ranks: tuple[RankObservation, ...] = ()  # D's, in steps of this scenario, or until transfers were let go
     engines: dict[str, EngineObservation] = field(default_factory=dict)  # of the engines that still answered
     unsupported: str = ""  # what the connector lacks and may lack, so that the scenario could not run
     too_slow: str = ""  # why the machine was too slow to judge
@@ -156,8 +148,8 @@ class ScenarioEngines:
             with contextlib.suppress(EngineFailed):
                 if engine.pending is not None:
                     engine.handle.take_answer(engine.pending.name)
-                ranks = engine.handle.call("rank_observations")
-                found[name] = EngineObservation(ranks, engine.handle.call("all_traces"))
+                calls = ("rank_observations", "all_traces", "readings")
+                found[name] = EngineObservation(*map(engine.handle.call, calls))
         return found
 
     def close(self) -> None:
@@ -268,24 +260,31 @@ class ScenarioEngines:
     # ---- transfers that are held ---------------------------------------------------------------------------
 
     def add_decode_with_faults(
-        self, p: SteppedEngine, d: SteppedEngine, prefill: PrefillResult, faults: Faults
+        self,
+        p: SteppedEngine,
+        d: SteppedEngine,
+        prefill: PrefillResult,
+        faults: Faults,
+        at_once: bool = False,
     ) -> Steps:
         """Add a request of D whose load these faults change: transfers that D begins, or P if P writes.
 
-        Returns (request, when it was added), or why no transfer was changed.
+        `at_once`: those, too, that D begins before the request has blocks. Returns (request, when it was
+        added), or why no transfer was changed.
         """
         means = (yield from d.call("fault_reports")) + (yield from p.call("fault_reports"))
         if not sum(report.agents + report.hooks for report in means):
             return NO_FAULTS
         if faults.hold and any(map(loaded_within_step, (yield from d.call("all_traces")).values())):
             return WITHIN_STEP
-        yield from d.call("set_faults_of_next_load", (faults,))
+        yield from d.call("set_faults" if at_once else "set_faults_of_next_load", (faults,))
         yield from p.call("set_faults", faults_where_p_writes((faults,), p.handle.ranks, d.handle.ranks))
         added = time.monotonic()
         request = yield from self.add_decode(d, prefill)
         ranks, begun, deadline = faults.ranks or range(d.handle.ranks), False, d.deadline(self.limits.release)
-        within = False  # a connector may load some requests within a step, and others between steps
-        while not (begun or within or deadline.over()):
+        within = over = False  # a connector may load some requests within a step, and others between steps
+        while not (begun or within or over):
+            over = deadline.over() or request.id in d.outputs
             reports = yield from d.call("fault_reports")
             if any(report.changed for report in (yield from p.call("fault_reports"))):
                 self.of_p.add(request.id)

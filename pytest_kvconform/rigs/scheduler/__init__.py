@@ -11,7 +11,9 @@ The way of a case:
 2. host.py builds vLLM's configurations and KV cache groups once, and forks a child for each case.
 3. case_process.py runs the case in the child. The case gets a `Rig` (rig.py) and makes sides with it.
 4. A side is one engine without workers: side_state.py builds vLLM's scheduler and reads it, side.py drives
-   it, steps.py has the records of a step. fake_connector.py is a second connector, for MultiConnector.
+   it, steps.py has the records of a step. fake_connector.py is a second connector, for MultiConnector. A
+   connector may wait for what only its own workers say: then the case runs again, with real ones
+   (live/own_reports.py).
 5. recorder.py wraps the hooks of the connector, keeps every call, and checks every answer. violations.py has
    what no case looks for: a hook that raises, a scheduler that stops. leaks.py finds what is left at the end.
 6. `case_outcome.run_case` makes a `CaseEnd` of what the case returned or raised. The child sends it to the

@@ -16,17 +16,14 @@ from pytest_kvconform.rigs.context import RunContext, transfer_config
 from pytest_kvconform.rigs.processes.child import ChildProcess, ForkRefused, leave
 from pytest_kvconform.rigs.processes.cores import MOST
 from pytest_kvconform.rigs.processes.hangs import LEFT_OUT_S, PATIENCE, QUIET, UNSTARTED
-from pytest_kvconform.rigs.processes.ports import free_port
+from pytest_kvconform.rigs.processes.ports import APART, free_port
 from pytest_kvconform.rigs.scheduler.host import LEAVE_S, HostSpec
-from pytest_kvconform.rigs.scheduler.live.answers import WAITS, waits_for_own_workers
 from pytest_kvconform.rigs.scheduler.side_state import RANKS
 from pytest_kvconform.rigs.scheduler.violations import NOT_ENDED
 
-NO_ANSWER = "KV-MATCH-006"
 CASE_PART = 0.5  # of the deadline of a call: a case takes milliseconds
 AGAIN = 0.5  # of a case's deadline, after a case of its module that did not end in time
 GRACE_S = 10.0  # beyond the latest end of a case's own deadline, which the host keeps, on a busy machine
-PORTS = 6  # sides with a port of their own, and the last two of Rig.workers_hear_of_ends
 STARTS = 2  # whole starts of an engine, which the halves of a case may take together; one that hangs ends it
 # After so many cases of a module that did not end in time no other case of it is started, and after so many
 # modules with such a case none at all. A shutdown that hangs says nothing about loads.
@@ -44,47 +41,37 @@ class SchedulerBench:
         self._hung: dict[str, list[str]] = {}  # module -> cases that did not end in time
         self._at_fault: set[str] = set()  # modules in which the connector hung
         self._answers: dict[tuple[Any, ...], CaseEnd] = {}
+        self._own_reports: set[Cell] = set()  # where workers of cases are real, see `run`
 
     def run(self, cell: Cell, module: str, function: str, rule: str, variant: Any) -> CaseEnd:
         """Run a case in a fork of the host.
 
-        A case is BLOCKED if live engines show that the answer waits for reports of the connector's own
-        workers, or if these workers cannot run here. Raises Blocked after several cases that hung, or one
-        that waits for a server; HarnessError without a host.
+        If the connector waits for reports of its own workers, which scripted ones do not make, the case runs
+        again with real ones, and so do all later cases of the cell. It is BLOCKED if these cannot run here.
+        Raises Blocked after several cases that hung, or one that waits for a server; HarnessError without a
+        host.
         """
         self.context.require_nothing_missing()
         self._require_few_hangs(module)
         deadline_s = CASE_PART * self.context.deadlines.call * (AGAIN if module in self._at_fault else 1.0)
         start_s = self.context.deadlines.start
-        question = (module, function, rule, variant, deadline_s, start_s)
+        question = (module, function, rule, variant), cell in self._own_reports, deadline_s, start_s
         longest_s = PATIENCE * deadline_s + STARTS * start_s + LEFT_OUT_S
         end, late = self._ask(cell, question, MOST * longest_s + GRACE_S)
+        if end.unheard and end.outcome is not Outcome.PASS and cell not in self._own_reports:
+            self._own_reports.add(cell)
+            self.drop()  # the next host has more ports
+            return self.run(cell, module, function, rule, variant)
         if late in (QUIET, UNSTARTED) and end.outcome is Outcome.BLOCKED:
             self.context.missing.append(end.reason)
         elif late:
             self._hung.setdefault(module, []).append(function)
             if end.outcome is not Outcome.BLOCKED:
                 self._at_fault.add(module)
-        waits = end.finding and end.finding.rule == NO_ANSWER and function != waits_for_own_workers.__name__
-        if waits and (reason := self._waits_for_own_workers(cell)):
-            return CaseEnd(outcome=Outcome.BLOCKED, reason=reason)
         found = end.finding.happened if end.finding else ""
         self.context.note("start", late == UNSTARTED)
         self.context.note("release", f"releases {NOT_ENDED}" in found)
         return end
-
-    def _waits_for_own_workers(self, cell: Cell) -> str:
-        """Why an answer that does not come is no fault of the connector; "": it may well be one."""
-        for heard in (True, False):
-            try:
-                end = self.answer(cell, waits_for_own_workers, NO_ANSWER, heard)
-            except Blocked:  # after several hangs: then nothing speaks for the connector
-                return ""
-            if end.outcome is Outcome.BLOCKED:
-                return f"get_num_new_matched_tokens may wait for the connector's own workers: {end.reason}"
-            if end.outcome is not Outcome.PASS:
-                return ""
-        return WAITS
 
     def answer(self, cell: Cell, function: Callable[..., Evidence], rule: str, variant: Any) -> CaseEnd:
         """The end of a function that is no case. It runs once, unless it ends in an error of the suite. See
@@ -140,7 +127,9 @@ class SchedulerBench:
         name = context.next_name()
         tp = dict(zip("PD", parse_topology(cell.topology), strict=True))
         folder = str(context.store_folder(name))
-        port = free_port()  # and those up to the next that is given out, see ports.APART
+        # and those up to the next that is given out, see ports.APART; real workers listen on theirs
+        firsts = [free_port() for _ in range(2 if cell in self._own_reports else 1)]
+        ports = [first + n * RANKS for first in firsts for n in range(APART // RANKS)]
         spec = HostSpec(
             cell=cell,
             subject=context.subject,
@@ -148,11 +137,11 @@ class SchedulerBench:
             memory={role: side_of(cell, role) for role in "PD"},
             transfer={
                 role: transfer_config(
-                    context.subject, role, context.facts.device, port=port + n * RANKS, folder=folder
+                    context.subject, role, context.facts.device, port=ports[n], folder=folder
                 )
                 for n, role in enumerate("PD")
             },
-            ports=tuple(port + n * RANKS for n in range(2, 2 + PORTS)),
+            ports=tuple(ports[2:]),
             folder=folder,
             facts=context.facts,
             timeout_scale=context.scaled_seconds(1.0),

@@ -11,6 +11,8 @@ import traceback
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from msgspec.structs import replace
+
 from pytest_kvconform.case_outcome import end_of, run_case, with_calls
 from pytest_kvconform.result import Blocked, HarnessError, message_of
 from pytest_kvconform.rigs.hook_calls import take_all
@@ -25,25 +27,26 @@ if TYPE_CHECKING:
 
 
 def serve_one_case(host: Host, connection: Connection) -> NoReturn:
-    """Receive (module, function, rule, variant, waited) and run this case. Ends the process.
+    """Receive (module, function, rule, variant, waited, own_reports) and run this case. Ends the process.
 
-    `waited`: another case of the cell has waited in vain for the end of something.
+    `waited`: another case of the cell has waited in vain for the end of something. `own_reports`: see Rig.
 
     Sends its CaseEnd, and whether this process then shuts worker halves down.
     """
     _prepare_process()
     end = end_of(HarnessError("the case did not reach its end"))
     try:
-        module, function, rule, variant, waited = connection.recv()
+        module, function, rule, variant, waited, own_reports = connection.recv()
     except EOFError:
         os._exit(0)  # there is no further case
-    rig = Rig(host, rule, waited)
+    rig = Rig(host, rule, waited, own_reports=own_reports)
     try:
-        if host.spec.subject.asks_worker:
+        if host.spec.subject.asks_worker or own_reports:
             from pytest_kvconform.rigs.scheduler.live.worker_beside import Nursery
 
             rig.nursery = Nursery(rig)
         end = with_calls(run_case(lambda: _call(rig, module, function, variant), function), take_all())
+        end = replace(end, unheard=rig.unheard)
         print(end.defect, end="", file=sys.stderr)
     finally:
         sys.stdout.flush()

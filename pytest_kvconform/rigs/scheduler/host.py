@@ -47,12 +47,12 @@ from pytest_kvconform.rigs.scheduler.rig import BLOCKS, first_block, longer
 from pytest_kvconform.rigs.scheduler.violations import (
     DECLINING,
     DIES,
-    NOT_ENDED,
     NOT_SHOWN,
     RAISES,
     death_of,
     hook_in,
     is_in_connector,
+    waited_in_vain,
     write_stacks,
 )
 from pytest_kvconform.rigs.vllm_setup.engine_config import (
@@ -76,7 +76,8 @@ class HostSpec(msgspec.Struct, frozen=True, kw_only=True):
     tensor_parallel: dict[str, int]  # role -> ranks
     memory: dict[str, Memory]  # role -> block size, layout, dtype
     transfer: dict[str, dict[str, Any]]  # role -> fields of vLLM's KVTransferConfig
-    # For VLLM_NIXL_SIDE_CHANNEL_PORT, one a side. No process listens while there is no worker half.
+    # For VLLM_NIXL_SIDE_CHANNEL_PORT, one a side, and the last two of store_engine.spare_port. No process
+    # listens while there is no worker half.
     ports: tuple[int, ...]
     folder: str  # under which a store may save
     facts: SubjectFacts
@@ -101,7 +102,7 @@ def serve(connection: Connection, spec: HostSpec) -> None:
         try:
             question = connection.recv()
         except EOFError:
-            host.close()
+            host.reap()  # the last case
             return
         connection.send(host.run(*question))
 
@@ -244,17 +245,20 @@ class Host:
     # ---- cases ---------------------------------------------------------------------------------------------
 
     def run(
-        self, module: str, function: str, rule: str, variant: Any, deadline_s: float, start_s: float
+        self, question: tuple[str, str, str, Any], own_reports: bool, deadline_s: float, start_s: float
     ) -> tuple[CaseEnd, str]:
-        """Run one case in a child. Returns its end, and how it was late: see RunningHook.wait."""
+        """Run one case in a child: see case_process.py. Returns its end, and how it was late: see
+        RunningHook.wait.
+        """
+        module, *_ = question
         importlib.import_module(module)  # so that the next child has it
-        self._reap()
+        self.reap()
         pid, line = self._spare or self._fork()
         log_from = os.lseek(2, 0, os.SEEK_END)
         self.note_running_hook("")
         self.hook.judge()
         with contextlib.suppress(OSError):
-            line.send((module, function, rule, variant, self._waited))
+            line.send((*question, self._waited, own_reports))
         self._spare, self._killed = self._fork(), [pid]  # the next child, while this one works
         limits = deadline_s, (pid, os.getpid()), start_s
         end, leaves, (late, waited_s) = None, False, self.hook.wait(line, *limits)
@@ -264,7 +268,7 @@ class Host:
         else:
             log_from = write_stacks(self.hook, pid, log_from, self.spec.facts)
         line.close()
-        self._waited |= end is not None and end.finding is not None and NOT_ENDED in end.finding.happened
+        self._waited |= end is not None and waited_in_vain(end.finding, own_reports)
         if leaves:
             assert end is not None
             self._killed, self._leaving = [], [(pid, Deadline(self._leave_s, (pid,)))]
@@ -290,7 +294,7 @@ class Host:
             return end_of(Blocked(f"{found.happened}{NOT_SHOWN}")), BUSY
         return end_of(Violation(found)), late
 
-    def _reap(self) -> None:
+    def reap(self) -> None:
         """Wait for the ends of earlier children.
 
         A worker half that is being shut down may hold the port that the next case needs.
@@ -304,10 +308,6 @@ class Host:
         for pid in self._killed:
             os.waitpid(pid, 0)
         self._killed = []
-
-    def close(self) -> None:
-        """Let the last case end."""
-        self._reap()
 
     def _fork(self) -> tuple[int, Connection]:
         """A child that waits for one case: its pid, and the line to it."""

@@ -136,9 +136,15 @@ def told_ends(side: Side) -> tuple[str, ...]:
     named = {id for id, steps in kept.items() if any(mentions(step.metadata, id) for step in steps)}
     told = {id for id, steps in kept.items() if any(id in step.finished for step in steps)}
     scripted = side.worker is None and not _a_fake_keeps(side)
-    if told - named and scripted and side.rig.workers_hear_of_ends(side.role):
+    if told - named and scripted and _workers_hear_of_ends(side):
         named |= told
     return tuple(id for id in kept if id in named)
+
+
+def _workers_hear_of_ends(side: Side) -> bool:
+    from pytest_kvconform.rigs.scheduler.store_engine import workers_hear_of_ends
+
+    return workers_hear_of_ends(side.rig, side.role)
 
 
 def _a_fake_keeps(side: Side) -> bool:
@@ -152,6 +158,11 @@ def _a_fake_keeps(side: Side) -> bool:
 def untold_ends(side: Side) -> tuple[str, ...]:
     """Such requests since whose end there was no step that could have told the workers."""
     return tuple(id for id, steps in _kept_for_no_peer(side).items() if not steps)
+
+
+def goes_on(side: Side) -> bool:
+    """Whether vLLM steps an engine without requests on, for another reason than a peer that reads."""
+    return bool(side.worker or side.call_hook("has_pending_push_work") or _kept_for_no_peer(side))
 
 
 def _kept_for_no_peer(side: Side) -> dict[str, list[Step]]:

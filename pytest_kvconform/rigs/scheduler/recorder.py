@@ -107,6 +107,8 @@ class Recorder:
             if hook == "get_num_new_matched_tokens" or hook in FINISHED:
                 result = unpacked(result)
             seconds = time.perf_counter() - own_core_wait() - started
+            if hook == "update_connector_output":  # vLLM reads what the hook has made of the report
+                given = _arguments(hook, args, kwargs)
             request = args[0].request_id if args and hasattr(args[0], "request_id") else ""
             if hook == "update_state_after_alloc" or hook in FINISHED:
                 self.unsure.pop(request, None)

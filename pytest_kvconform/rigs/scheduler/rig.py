@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from model_matrix.geometries import Geometry, load_geometries
-from pytest_kvconform.result import Blocked, Cell, Finding, HarnessError, NotApplicable, Violation
+from pytest_kvconform.result import Cell, Finding, HarnessError, NotApplicable, Violation
 from pytest_kvconform.rigs.context import (
     SHORTER,
     declared_addition,
@@ -50,6 +50,8 @@ from pytest_kvconform.rigs.engine.router import RENDEZVOUS, prefill_params
 from pytest_kvconform.rigs.processes.cores import Deadline, own_core_wait
 from pytest_kvconform.rigs.processes.hangs import LEFT_OUT_S
 from pytest_kvconform.rigs.scenario import tokens, with_other_tokens
+from pytest_kvconform.rigs.scheduler.connector_class import miss_reports, require_standard_reports
+from pytest_kvconform.rigs.scheduler.leaks import goes_on
 from pytest_kvconform.rigs.scheduler.side import Side
 from pytest_kvconform.rigs.scheduler.side_state import (
     APART,
@@ -69,8 +71,8 @@ if TYPE_CHECKING:
 __all__ = ["BLOCK", "BLOCKS", "RequestOutput", "Rig", "Side", "Step", "WorkerReport", "first_block", "longer"]
 
 TOKENS_FROM = 1_000_000  # far above the block ids of every side
+PAUSE_S = 0.01  # between steps of an engine that goes on without requests
 SETTLE_S = 4.0  # without any change, after which nothing is expected any more
-YES = "yes"
 LEFT = "KV-FINISH-003"  # the rule that nothing is left
 
 
@@ -85,8 +87,11 @@ class Rig:
     # Whether sides that are made from now on schedule asynchronously: see Side.asynchronous.
     asynchronous: bool = False
     _sides: list[Side] = field(default_factory=list)
-    nursery: Nursery | None = None  # where the subject asks_worker: what starts worker halves
+    nursery: Nursery | None = None  # what starts worker halves beside sides
+    own_reports: bool = False  # whether sides have real workers, see live/own_reports.py
+    unheard: bool = False  # the connector has waited for reports that its scripted workers cannot make
     left_out: float = 0.0  # seconds of the case that its deadline does not count, see `waits`
+    _stepping: bool = False  # see `step_others`
     secret: int = field(default_factory=lambda: random.SystemRandom().getrandbits(64))
 
     @property
@@ -110,15 +115,11 @@ class Rig:
         *,
         blocks: int = 0,
         policy: str = "fail",
-        max_seqs: int = 16,
-        prefix_caching: bool = True,
         config: Mapping[str, Any] | None = None,
         transfer: Callable[[Any], Any] | None = None,
-        change_groups: Callable[[Any], None] = lambda kv_config: None,
+        change_groups: Callable[[Any], None] | None = None,
     ) -> Side:
-        """A new engine of a role, "P" or "D".
-
-        Several engines of one role are independent, as after a restart.
+        """A new engine of a role, "P" or "D". Several of one role are independent, as after a restart.
 
         `blocks`: of the pool, all KV cache groups together, the null block not included, fewer than APART
         times `longer`; 0: BLOCKS times `longer`.
@@ -131,18 +132,28 @@ class Rig:
         if not 1 <= blocks < APART * times:
             raise HarnessError(f"a side has 1 to {APART * times - 1} blocks, not {blocks}")
         first = first_block(self.subject, len(self._sides))
-        vllm_config = self.host.vllm_config(role, policy, max_seqs, prefix_caching, config or {})
+        vllm_config = self.host.vllm_config(role, policy, extra=config)
+        number = len(self._sides) % (len(self.host.spec.ports) - 2)
+        if self.own_reports and "kv_port" not in self.subject.config:  # each worker may listen on it
+            vllm_config.kv_transfer_config.kv_port = self.host.spec.ports[number] + RANKS - 1
         if transfer is not None:
             vllm_config.kv_transfer_config = transfer(vllm_config.kv_transfer_config)
         vllm_config.scheduler_config.async_scheduling = self.asynchronous
-        kv_config = self.host.kv_config(role, vllm_config, first + blocks + 1)
-        change_groups(kv_config)
-        number = len(self._sides) % (len(self.host.spec.ports) - 2)
         self.take_ports(number, vllm_config)
-        self.start_asked_worker(role, vllm_config, number)
         index = sum(side.role == role for side in self._sides)
-        self._sides.append(Side(self, role, index, vllm_config, kv_config, first))
-        return self._sides[-1]
+        if self.own_reports and change_groups is None:
+            from pytest_kvconform.rigs.scheduler.live.own_reports import start_side
+
+            side = start_side(self, role, index, vllm_config, number, first, blocks)
+        else:
+            kv_config = self.host.kv_config(role, vllm_config, first + blocks + 1)
+            if change_groups is not None:
+                change_groups(kv_config)
+            if self.nursery is not None and self.subject.asks_worker:
+                self.nursery.start(role, vllm_config, number)
+            side = Side(self, role, index, vllm_config, kv_config, first)
+        self._sides.append(side)
+        return side
 
     def take_ports(self, number: int, engine: Any) -> None:
         """Let an engine that starts in this process use these of the case's ports. `engine`: its VllmConfig,
@@ -151,14 +162,6 @@ class Rig:
         port, transfer = self.host.spec.ports[number], engine.kv_transfer_config
         os.environ.update(port_environment(port, RANKS))
         transfer.kv_connector_extra_config = with_own_values(transfer.kv_connector_extra_config, port, RANKS)
-
-    def start_asked_worker(self, role: str, engine: Any, port: int) -> None:
-        """Start a worker half beside the scheduler of an engine, if the scheduler half asks one.
-
-        `engine`: the VllmConfig of the scheduler. `port`: number of its port.
-        """
-        if self.nursery is not None:
-            self.nursery.start(role, engine, port)
 
     def prompt(self, length: int, seed: int = 0, shared: int = 0) -> tuple[int, ...]:
         """A prompt; prompts of different seeds agree in the first `shared` tokens and differ at the next. No
@@ -242,6 +245,31 @@ class Rig:
             d.step()
         return d.steps[-1]
 
+    def steps_on(self, side: Side, done: Callable[[], bool]) -> bool:
+        """Step a side without requests as vLLM does (Scheduler.has_requests): once more for the last end, and
+        while has_pending_push_work is true or blocks are kept, until `done()`, or for `settle_s`. Returns it.
+        """
+        side.step()
+        for _ in self.waits(Deadline(self.settle_s)):
+            if done() or not side.scheduler.has_requests():
+                return done()
+            time.sleep(PAUSE_S)
+            side.step()
+        miss_reports(side)
+        return done()
+
+    def step_others(self, side: Side) -> None:
+        """Step the other sides with real workers, as vLLM does while they have requests, those that P keeps
+        included: a transfer may need steps of the peer.
+        """
+        if self._stepping:
+            return
+        self._stepping = True
+        for other in self._sides:
+            if other is not side and other.own is not None and other.scheduler.has_requests():
+                other.step()
+        self._stepping = False
+
     def scaled_seconds(self, seconds: float) -> float:
         """How long a case waits for something: longer with --kv-timeout-scale, never shorter."""
         return seconds * self.host.spec.timeout_scale
@@ -296,42 +324,25 @@ class Rig:
         """A file of all cases that are forked from this host, for what one of them has found out."""
         return Path(f"{self.host.spec.folder}-{os.getppid()}.{name}")
 
-    def workers_hear_of_ends(self, role: str) -> bool:
-        """Whether the connector of a role keeps the blocks of a request that it hands to nobody, and its
-        worker half reports the end, see `store_engine.worker_reports_an_end`. A worker half shows it, once
-        for all cases that are forked from this host: the answer stands in a file.
-
-        vLLM tells the workers of each end (SchedulerOutput.finished_req_ids), so metadata need not. Raises
-        Blocked if the worker half cannot run on this machine.
-        """
-        from pytest_kvconform.rigs.scheduler.store_engine import spare_port, worker_reports_an_end
-
-        known = self.shared_file(f"{role}.hears")
-        if not known.exists():
-            known.write_text("")  # if a hook raises
-            try:
-                if worker_reports_an_end(self, role, spare_port(self, role)):
-                    known.write_text(YES)
-            except Blocked as blocked:
-                known.write_text(str(blocked))
-        if (answer := known.read_text()) not in ("", YES):
-            raise Blocked(answer)
-        return bool(answer)
-
     def require_no_leaks(self, *sides: Side) -> None:
         """Raise Violation (KV-FINISH-003) if anything is left on sides on which every request has ended.
 
-        A store may hold blocks in vLLM's pool until its workers have saved them.
+        A store may hold blocks in vLLM's pool until its workers have saved them. A connector may tell its
+        workers of an end in a later step.
         """
         for side in sides:
             side.report_told_ends()
-            left = side.leaks()
+            if (left := side.leaks()) and side.own is not None:
+                side.own.pass_a_day()  # blocks that nobody reads may be held in vLLM's pool
             for _ in self.waits(Deadline(self.settle_s)):
-                if not left or side.worker is None:
+                if not left or not goes_on(side):
                     break
+                time.sleep(PAUSE_S)
+                side.report_told_ends()
                 left = side.leaks()  # looking takes a step
             if left:
-                side.require_standard_reports()
+                miss_reports(side)
+                require_standard_reports(side)
                 raise self.violation(
                     LEFT,
                     f"after every request has ended, on {side.name} {left[0]}",

@@ -8,8 +8,9 @@ import time
 from collections.abc import Callable, Container, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from pytest_kvconform.result import Blocked, HarnessError, NotApplicable, Violation
+from pytest_kvconform.result import HarnessError, NotApplicable, Violation
 from pytest_kvconform.rigs.engine.router import transfer_id_of
+from pytest_kvconform.rigs.scheduler.connector_class import require_standard_reports
 from pytest_kvconform.rigs.scheduler.leaks import leaks, told_ends, untold_ends
 from pytest_kvconform.rigs.scheduler.side_state import SideState
 from pytest_kvconform.rigs.scheduler.steps import (
@@ -20,6 +21,7 @@ from pytest_kvconform.rigs.scheduler.steps import (
     WorkerReport,
     engine_request,
     rank_output,
+    watch_allocations,
 )
 from pytest_kvconform.rigs.scheduler.violations import SchedulerStopped, is_of_suite
 
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 STEPS = 200  # that a run may take, without those in which the connector's answer is awaited
 PAUSE_S = 0.001  # after a step that computes nothing, as vLLM's EngineCore._process_engine_step makes it
 MAX_LOADS = 5  # of one request; more are no chance
+OF_RANKS = "KV-RANK-001 and KV-RANK-005 look at the ranks that report"
 SAMPLED, POOLED = 7, (1.0,)  # the token that the scripted worker samples, and what it pools
 
 
@@ -43,8 +46,8 @@ class Side(SideState):
         self.asynchronous = bool(config.scheduler_config.async_scheduling)
         self._in_flight: Flight | None = None
         self._ending: list[str] = []
-        self._preempting, self._preemptions = "", 0
-        self._watch_allocations()
+        self.preempting, self.preemptions = "", 0  # see steps.watch_allocations
+        watch_allocations(self)
 
     # ---- requests ------------------------------------------------------------------------------------------
 
@@ -105,21 +108,28 @@ class Side(SideState):
         """
         count = self._aggregator._expected_finished_count
         if ranks and 1 <= count < self.ranks:
-            raise NotApplicable(
-                f"get_finished_count returned {count} for {self.ranks} ranks: KV-RANK-001 and KV-RANK-005 "
-                "look at the ranks that report"
-            )
-        report = WorkerReport(sent, [*received, *failed], failed, invalid)
+            raise NotApplicable(f"get_finished_count returned {count} for {self.ranks} ranks: {OF_RANKS}")
+        if ranks and self.own is not None and self.rig.host.spec.tensor_parallel[self.role] > 1:
+            raise NotApplicable(f"one rank reports what the connector's workers say themselves: {OF_RANKS}")
+        report = WorkerReport([*sent], [*received, *failed], failed, invalid)
+        if self.own is not None:
+            self.own.wait_for(ranks[0] if ranks else report)
+        self.take_step(ranks or (report,) * self.ranks)
+        return self.steps[-1]
+
+    def take_step(self, reports: tuple[WorkerReport, ...]) -> None:
+        """Take one step with these reports, one a rank, see `step`."""
         if self.asynchronous and self._in_flight is None:
             self._in_flight = self._schedule()  # EngineCore.step_with_batch_queue first fills its queue
         ending = flight = self._schedule()
         if self.asynchronous:
             assert self._in_flight is not None
             ending, self._in_flight = self._in_flight, flight
-        self._update(ending, ranks or (report,) * self.ranks)
+        self._update(ending, reports)
         if self.recorder.unsure and not flight.sampled:
             time.sleep(PAUSE_S)
-        return self.steps[-1]
+            if self.own is not None:
+                self.rig.step_others(self)
 
     def end_flight(self) -> None:
         """Give the scheduler the output of the step that is in flight, if there is one."""
@@ -156,12 +166,16 @@ class Side(SideState):
             reports = (WorkerReport(received=flight.ordered),) * self.ranks
         made = [flight.rank_output(one) for one in reports]
         whole = self._aggregator.aggregate(made) if self.ranks > 1 else made[0]
-        if self.worker is not None:
+        if self.own is not None:
+            whole.kv_connector_output = self.own.merged(flight.worker, whole.kv_connector_output)
+        elif self.worker is not None:
             whole.kv_connector_output = flight.worker
         for id in self._ending:
             self.abort(id)
         self._ending = []
         flight.note_outputs(self._guarded(self.scheduler.update_from_output, flight.output, whole))
+        if self.own is not None:
+            self.own.require_held()
         self.results |= {id: one for id, one in flight.outputs.items() if one.finish}
         self._note_ends()
 
@@ -206,7 +220,7 @@ class Side(SideState):
                 "KV-MATCH-005",
                 f"{again[0][0]} was loaded {again[0][1]} times: each get_num_new_matched_tokens announces it",
             )
-        self.require_standard_reports()
+        require_standard_reports(self)
         if unsure := list(filter(self.match_is_pending, self.unfinished_requests())):
             raise self.rig.violation(
                 "KV-MATCH-006",
@@ -232,7 +246,7 @@ class Side(SideState):
 
         With a step in flight, it finds none until vLLM may free the blocks of the request.
         """
-        self._preempting, self._preemptions = id, self.scheduler.requests[id].num_preemptions
+        self.preempting, self.preemptions = id, self.scheduler.requests[id].num_preemptions
 
     def warm_prefix_cache(self, prompt: Iterable[int], tokens: int) -> None:
         """Let a request without params compute the first `tokens` tokens of a prompt, for the prefix cache.
@@ -256,6 +270,25 @@ class Side(SideState):
         """Let a step compute at most this many tokens: longer prompts are computed in chunks."""
         self.scheduler.max_num_scheduled_tokens = tokens
 
+    def take_all_free_blocks(self) -> None:
+        """Take every free block from the pool, so that vLLM can allocate none.
+
+        What the blocks cached is lost.
+        """
+        pool = self.manager.block_pool
+        self._taken += pool.get_new_blocks(pool.get_num_free_blocks())
+
+    def return_taken_blocks(self) -> None:
+        """Free the blocks that `take_all_free_blocks` took."""
+        self.manager.block_pool.free_blocks(reversed(self._taken))
+        self._taken = []
+
+    def scatter_free_blocks(self) -> None:
+        """Sort the free blocks so that vLLM allocates no two neighbours in turn: a run is then one block."""
+        self.take_all_free_blocks()
+        self._taken = [block for first in range(3) for block in self._taken[first::3]]
+        self.return_taken_blocks()
+
     # ---- hooks of the connector ----------------------------------------------------------------------------
 
     def leaks(self) -> tuple[str, ...]:
@@ -267,37 +300,12 @@ class Side(SideState):
         self.end_flight()
         return leaks(self)
 
-    def require_standard_reports(self) -> None:
-        """Raise Blocked for a connector that waits for reports of its workers in a format of their own.
-
-        The hook is build_connector_worker_meta: the scripted worker cannot send such a report. A store waits
-        for what is saved, and so does a connector that holds blocks in vLLM's pool.
-        """
-        own = self.classes_with("build_connector_worker_meta")
-        holds = self.classes_with("bind_gpu_block_pool")
-        waits = bool(own if self.rig.subject.is_store else own & holds)
-        if waits and self.worker is None:
-            raise Blocked(
-                f"{self.rig.subject.connector} waits for reports of its own workers "
-                "(build_connector_worker_meta), and the scheduler rig has no worker"
-            )
-
-    def classes_with(self, hook: str) -> set[type]:
-        """Classes of the connector, and of those within a MultiConnector, that have a hook of their own."""
-        from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
-
-        kinds = {type(one) for one in getattr(self.connector, "_connectors", ()) or (self.connector,)}
-        return {kind for kind in kinds if getattr(kind, hook) is not getattr(KVConnectorBase_V1, hook)}
-
     def call_hook(self, hook: str, *args: Any) -> Any:
         """Call a hook of the connector as vLLM does, with the checks of the recorder. Raises HookRaised."""
         return getattr(self.connector, hook)(*args)
 
     def update_connector_output(self, report: WorkerReport) -> None:
-        """Call update_connector_output with one report, as vLLM does before it acts on the report.
-
-        Raises HookRaised.
-        """
+        """Call update_connector_output with one report. Raises HookRaised."""
         self.call_hook("update_connector_output", rank_output({}, {}, report).kv_connector_output)
 
     def reset_prefix_cache(self) -> bool:
@@ -328,18 +336,3 @@ class Side(SideState):
         self.finished += [
             c.request for c in self.calls_of("request_finished") if c.request not in self.finished
         ]
-
-    def _watch_allocations(self) -> None:
-        allocate = self.manager.allocate_slots
-
-        def allocate_slots(request: Any, *args: Any, **kwargs: Any) -> Any:
-            victim = self.scheduler.requests.get(self._preempting)
-            if victim is not None and victim.num_preemptions > self._preemptions:
-                self._preempting = ""
-            elif victim is not None and victim in self.scheduler.running:
-                self.scheduler.running.remove(victim)
-                self.scheduler.running.append(victim)  # vLLM preempts the last one
-                return None
-            return allocate(request, *args, **kwargs)
-
-        self.manager.allocate_slots = allocate_slots

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from pytest_kvconform.result import NotApplicable
-from pytest_kvconform.rigs.context import times_longer
+from pytest_kvconform.rigs.context import SHORTER, times_longer
 from pytest_kvconform.rigs.engine.router import RENDEZVOUS, decode_params
 from pytest_kvconform.rigs.hook_calls import LastCalls
+from pytest_kvconform.rigs.scheduler.connector_class import miss_reports
 from pytest_kvconform.rigs.scheduler.recorder import Call, Recorder
 from pytest_kvconform.rigs.scheduler.steps import RequestOutput, Step, load_is_ordered, ordered_ids
 from pytest_kvconform.rigs.vllm_setup.answers import params_after_the_way
@@ -17,6 +18,7 @@ from pytest_kvconform.rigs.vllm_setup.compat import resolve_kv_cache_block_sizes
 from pytest_kvconform.rigs.vllm_setup.hooks import FINISHED
 
 if TYPE_CHECKING:
+    from pytest_kvconform.rigs.scheduler.live.own_reports import OwnReports
     from pytest_kvconform.rigs.scheduler.rig import Rig
     from pytest_kvconform.subject import Subject
 
@@ -27,7 +29,7 @@ BLOCKS = 100  # of a side, the null block not included; times `longer`
 LENGTH = 3 * BLOCK  # tokens of a prompt: most have fewer
 # get_num_new_matched_tokens may answer None as long as this, and at least so many times. vLLM has no limit.
 # The look-ups of real connectors take some steps (OffloadingConnector), or a round trip to a server.
-ANSWER_S, ANSWER_STEPS = 2.0, 50
+ANSWER_S, OF_WORKERS_S, ANSWER_STEPS = 2.0, 10.0, 50
 
 
 def first_block(subject: Subject, index: int) -> int:
@@ -65,6 +67,7 @@ class SideState:
         self.tensor_parallel: int = config.parallel_config.tensor_parallel_size
         self.recorder = Recorder(rig.host.note_running_hook, LastCalls(self.name))
         self.worker: Callable[[Any], Any] | None = None  # a real worker half: output of a step -> its report
+        self.own: OwnReports | None = None  # the same, of a side whose connector waits for what it reports
         self.steps: list[Step] = []
         self.finished: list[str] = []
         self.results: dict[str, RequestOutput] = {}  # of requests that ended with an output
@@ -229,12 +232,21 @@ class SideState:
 
     def match_is_overdue(self, id: str) -> bool:
         """Whether get_num_new_matched_tokens has answered None for a request ANSWER_STEPS times or more, and
-        for longer than ANSWER_S.
+        for longer than `patience_s`.
         """
         unsure = self.recorder.unsure.get(id)
         if unsure is None or unsure.times < ANSWER_STEPS:
             return False
-        return unsure.since.passed() > self.rig.scaled_seconds(ANSWER_S)
+        if overdue := unsure.since.passed() > self.patience_s:
+            miss_reports(self)
+        return overdue
+
+    @property
+    def patience_s(self) -> float:
+        """How long get_num_new_matched_tokens may answer None. Real workers wait for peers meanwhile."""
+        if self.own is None:
+            return self.rig.scaled_seconds(ANSWER_S)
+        return self.rig.scaled_seconds(OF_WORKERS_S) * (SHORTER if self.rig.waited else 1.0)
 
     def matched_tokens(self, id: str) -> tuple[int, bool]:
         """The last answer of get_num_new_matched_tokens for a request, None not included; (0, False): there
@@ -312,25 +324,6 @@ class SideState:
         pool.evict_blocks(
             {block.block_id for block in pool.blocks if block.block_hash is not None and not block.ref_cnt}
         )
-
-    def take_all_free_blocks(self) -> None:
-        """Take every free block from the pool, so that vLLM can allocate none.
-
-        What the blocks cached is lost.
-        """
-        pool = self.manager.block_pool
-        self._taken += pool.get_new_blocks(pool.get_num_free_blocks())
-
-    def return_taken_blocks(self) -> None:
-        """Free the blocks that `take_all_free_blocks` took."""
-        self.manager.block_pool.free_blocks(reversed(self._taken))
-        self._taken = []
-
-    def scatter_free_blocks(self) -> None:
-        """Sort the free blocks so that vLLM allocates no two neighbours in turn: a run is then one block."""
-        self.take_all_free_blocks()
-        self._taken = [block for first in range(3) for block in self._taken[first::3]]
-        self.return_taken_blocks()
 
     def _set_aside_blocks(self, first: int) -> None:
         """Take the blocks below `first` out of the pool for good: block ids of two sides then differ."""

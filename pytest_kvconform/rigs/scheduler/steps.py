@@ -12,6 +12,7 @@ from pytest_kvconform.rigs.vllm_setup.kv_cache_specs import window_of
 
 if TYPE_CHECKING:
     from pytest_kvconform.rigs.scheduler.recorder import Call
+    from pytest_kvconform.rigs.scheduler.side import Side
     from pytest_kvconform.rigs.scheduler.side_state import SideState
 
 ORDER_STEPS = 20  # in which a connector may order a load; the request waits for remote KV meanwhile
@@ -199,3 +200,20 @@ def engine_request(
         "prompt_embeds": embeds if kind == "embeds" else None,
     }
     return EngineCoreRequest(**given | dict(fields or {}))
+
+
+def watch_allocations(side: Side) -> None:
+    """Let allocate_slots find no block while a request is to be preempted: see `Side.preempt`."""
+    allocate = side.manager.allocate_slots
+
+    def allocate_slots(request: Any, *args: Any, **kwargs: Any) -> Any:
+        victim = side.scheduler.requests.get(side.preempting)
+        if victim is not None and victim.num_preemptions > side.preemptions:
+            side.preempting = ""
+        elif victim is not None and victim in side.scheduler.running:
+            side.scheduler.running.remove(victim)
+            side.scheduler.running.append(victim)  # vLLM preempts the last one
+            return None
+        return allocate(request, *args, **kwargs)
+
+    side.manager.allocate_slots = allocate_slots

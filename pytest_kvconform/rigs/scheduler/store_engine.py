@@ -27,6 +27,7 @@ from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.kv_cache_interface import MambaSpec
 
 from model_matrix.variants import few_layers
+from pytest_kvconform.result import Blocked
 from pytest_kvconform.rigs.bytes.layers import metadata
 from pytest_kvconform.rigs.context import declared_addition
 from pytest_kvconform.rigs.processes.cores import Deadline
@@ -37,6 +38,7 @@ from pytest_kvconform.rigs.vllm_setup.compat import pre_forward
 LONGEST = 8  # blocks of a request, beyond what its connector's declaration adds to every prompt
 ENCODER_TOKENS = 1024
 EMBEDDING = 8  # numbers of a token
+YES = "yes"
 PAUSE_S = 0.002  # of a step without tokens: saves and loads go on in the background
 
 
@@ -53,9 +55,8 @@ def start_engine_with_worker(
     `blocks`: of the pool, and the engine then has the first layers of the model only; 0: enough for one
     request, and all layers.
     """
-    longest = LONGEST + declared_addition(rig.subject, BLOCK) // BLOCK
     geometry = few_layers(rig.geometry) if blocks else rig.geometry
-    config = rig.host.single_rank_config(role, geometry)
+    config, longest = rig.host.single_rank_config(role, geometry), longest_request(rig)
     half = WorkerHalf(rig, role, port=port, longest=longest, config=config, blocks=blocks, geometry=geometry)
     half.construct()
     if durations is not None:
@@ -66,6 +67,32 @@ def start_engine_with_worker(
     half.set_handshake_metadata(side)
     side.worker = functools.partial(_step, half, side, caches)
     return side
+
+
+def longest_request(rig: Rig) -> int:
+    """Blocks of the longest request of an engine with a worker half."""
+    return LONGEST + declared_addition(rig.subject, BLOCK) // BLOCK
+
+
+def workers_hear_of_ends(rig: Rig, role: str) -> bool:
+    """Whether the connector of a role keeps the blocks of a request that it hands to nobody, and its worker
+    half reports the end, see `worker_reports_an_end`. A worker half shows it, once for all cases that are
+    forked from this host: the answer stands in a file.
+
+    vLLM tells the workers of each end (SchedulerOutput.finished_req_ids), so metadata need not. Raises
+    Blocked if the worker half cannot run on this machine.
+    """
+    known = rig.shared_file(f"{role}.hears")
+    if not known.exists():
+        known.write_text("")  # if a hook raises
+        try:
+            if worker_reports_an_end(rig, role, spare_port(rig, role)):
+                known.write_text(YES)
+        except Blocked as blocked:
+            known.write_text(str(blocked))
+    if (answer := known.read_text()) not in ("", YES):
+        raise Blocked(answer)
+    return bool(answer)
 
 
 def worker_reports_an_end(rig: Rig, role: str, port: int) -> bool:
@@ -133,7 +160,8 @@ def start_scheduler_half(rig: Rig, other: str = "") -> Side:
     first, blocks = first_block(rig.subject, 1), BLOCKS * longer(rig.subject)
     number = 2 if other else 1  # of its ports: a case has one engine that differs beside one that does not
     rig.take_ports(number, config)
-    rig.start_asked_worker("P", config, number)
+    if rig.nursery is not None and rig.subject.asks_worker:
+        rig.nursery.start("P", config, number)
     return Side(rig, "P", 1, config, rig.host.kv_config("P", config, first + blocks + 1), first)
 
 
@@ -183,7 +211,11 @@ def end_engine_with_worker(side: Side) -> None:
 
 
 def _step(half: WorkerHalf, side: Side, caches: dict[str, Any], output: Any) -> Any:
-    """What a worker does in a step (v1/worker/gpu/model_runner.py), without its model.
+    return step_of_worker(half, caches, output, slots_of(side, output))
+
+
+def step_of_worker(half: WorkerHalf, caches: dict[str, Any], output: Any, slots: list[np.ndarray]) -> Any:
+    """What a worker does in a step (v1/worker/gpu/model_runner.py), without its model. `slots`: `slots_of`.
 
     Returns vLLM's KVConnectorOutput.
     """
@@ -191,11 +223,9 @@ def _step(half: WorkerHalf, side: Side, caches: dict[str, Any], output: Any) -> 
     if not output.total_num_scheduled_tokens:
         time.sleep(PAUSE_S)
         return guard("a step without tokens", half.active.no_forward, output).kv_connector_output
-    groups = side.kv_config.kv_cache_groups
-    slots = [_slots(side, output, index) for index in range(len(groups))]
     context = {
         name: metadata(half.layers[name].spec, slots[index])
-        for index, group in enumerate(groups)
+        for index, group in enumerate(half.kv_config.kv_cache_groups)
         for name in group.layer_names
         if name in half.layers
     }
@@ -209,8 +239,12 @@ def _step(half: WorkerHalf, side: Side, caches: dict[str, Any], output: Any) -> 
     return guard("wait_for_save", half.active.post_forward, output.finished_req_ids)
 
 
+def slots_of(side: Side, output: Any) -> list[np.ndarray]:
+    """By KV cache group, the slot of each scheduled token: block times block size, and the place in it."""
+    return [_slots(side, output, index) for index in range(len(side.group_sizes))]
+
+
 def _slots(side: Side, output: Any, group: int) -> np.ndarray:
-    """The slot of each scheduled token in a group: block times block size, and the place in the block."""
     size, found = side.group_sizes[group], [np.zeros(0, dtype=np.int64)]
     for id, count in output.num_scheduled_tokens.items():
         end, table = side.num_computed_tokens(id), np.array(side.blocks(id)[group])

@@ -25,6 +25,7 @@ RULES_OF_HOOKS = {"update_connector_output": "KV-LOAD-003", "reset_cache": "KV-L
 # starting: so a connector declines.
 START_HOOKS = ("register_kv_caches", "set_xfer_handshake_metadata")
 SEVERAL = ("a step ", "the hooks ")  # so begins what is noted where vLLM calls several hooks
+NO_ANSWER = "KV-MATCH-006"  # the rule that get_num_new_matched_tokens answers at some time
 NOT_ENDED = "did not come to their end"  # in the finding of a case that has waited in vain
 NOT_SHOWN = ": no code of the connector is in its stack, so nobody knows whose fault that is"  # of a hang
 # A line of vLLM's scheduler that asserts something -> what the connector did most likely.
@@ -93,6 +94,11 @@ def _called_object(error: BaseException) -> str:
     hook = hook_of(owner)
     of = f" that {hook} has returned" if hook else ""
     return f"{called.f_code.co_name} of the {type(owner).__name__}{of}"
+
+
+def waited_in_vain(found: Finding | None, own_reports: bool) -> bool:
+    """Whether a case has waited in vain for seconds. `own_reports`: its workers were real."""
+    return found is not None and (NOT_ENDED in found.happened or (own_reports and found.rule == NO_ANSWER))
 
 
 def is_in_connector(text: str, hook: str, facts: SubjectFacts) -> bool:

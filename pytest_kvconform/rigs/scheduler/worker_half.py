@@ -61,7 +61,7 @@ class WorkerHalf:
         geometry: Geometry | None = None,
     ):
         """`layout`: name of the KVCacheLayout that vLLM resolved; "": the cell's.
-        `port`: number of the side channel's port, see `scheduler.bench.PORTS`.
+        `port`: number of the side channel's port, see `HostSpec.ports`.
         `longest`: blocks of the longest request.
         `config`: a VllmConfig of one rank; None: made here. `blocks`: of the pool, 0: enough for one request.
         `geometry`: of the configuration; None: that of the cell.
@@ -103,7 +103,7 @@ class WorkerHalf:
         cache.num_gpu_blocks_override = blocks
         self._worker.spec = structs.replace(spec, max_model_len=length, num_blocks=blocks)
         specs = self._worker.get_kv_cache_spec()
-        self._kv_config_of_scheduler, self.kv_config = kv_cache_configs(self.config, specs, 1)
+        self.kv_config_of_scheduler, self.kv_config = kv_cache_configs(self.config, specs, 1)
         adopt_kv_cache_config(cache, self.kv_config)
 
     def take_ports(self, number: int) -> None:
@@ -168,7 +168,7 @@ class WorkerHalf:
         `first_block`: the block id below those that it may use.
         """
         self.config.scheduler_config.async_scheduling = self.rig.asynchronous
-        return Side(self.rig, self.role, index, self.config, self._kv_config_of_scheduler, first_block)
+        return Side(self.rig, self.role, index, self.config, self.kv_config_of_scheduler, first_block)
 
     def set_handshake_metadata(self, side: Side, when: str = "") -> None:
         """Give the scheduler half what the rank publishes. `when`: not at the start, in words."""

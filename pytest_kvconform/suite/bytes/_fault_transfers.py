@@ -39,8 +39,9 @@ def _failed(name: str, *faults: Faults, policy: str = "fail", beside: bool = Fal
 
 FIRST = (0,)
 # Faults by cell: one rank each; several ranks of D; several transfers of one rank of D, and several KV cache
-# groups. Each policy for failed loads has a pair of engines in a cell. Transfers whose blocks P keeps until
-# its lease ends come first: the lease runs while the others are made.
+# groups. Each policy for failed loads has a pair of engines in a cell. The first cell has both, for connectors
+# of one rank. Transfers whose blocks P keeps until its lease ends come first: the lease runs while the others
+# are made.
 TRANSFERS: dict[tuple[str, str, str], tuple[Transfer, ...]] = {
     ("llama3_1_8b", "P1D1", "b16"): (
         # the other request is still loading

@@ -10,7 +10,7 @@ import msgspec
 from pytest_kvconform.case import case
 from pytest_kvconform.result import Blocked, Evidence, repr_of
 from pytest_kvconform.rigs.processes.cores import Deadline
-from pytest_kvconform.rigs.scheduler.connector_class import call_class_hook
+from pytest_kvconform.rigs.scheduler.connector_class import call_class_hook, require_standard_reports
 from pytest_kvconform.rigs.scheduler.rig import Rig, Side
 from pytest_kvconform.rigs.vllm_setup.answers import why_no_truth
 from pytest_kvconform.rigs.vllm_setup.classes import class_named, has_hook
@@ -147,7 +147,7 @@ def optional_hooks_return_their_types(rig: Rig, role: str) -> Evidence:
     side.step()
     asked += _answers(rig, side)
     if not (_push_work_ends(rig, side) or _push_work_ends_with_workers(rig, side)):
-        side.require_standard_reports()
+        require_standard_reports(side)
         raise rig.violation(
             "",
             "has_pending_push_work() is true with no request left, so the engine never stops stepping",

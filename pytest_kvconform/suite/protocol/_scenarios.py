@@ -211,21 +211,29 @@ def places_while_waiting(d: Side, p: Side, id: str) -> frozenset[str]:
 
 
 def notifies_p(d: Side, names: frozenset[str], waiting: frozenset[str]) -> bool:
-    """Whether the metadata of a step of D orders a notification to P.
+    """Whether the metadata of a step of D orders a notification to P, now or while vLLM steps D on.
 
     A connector is free to choose the form. But the metadata then names P's request in a place where the
     request is not as long as it waits (`waiting`).
     """
-    return not places(d.steps, names) <= waiting
+    return not places(d.steps, names) <= waiting or d.rig.steps_on(
+        d, lambda: not places(d.steps[-1:], names) <= waiting
+    )
 
 
 def wrong_reload(p: Side, d: Side, names: frozenset[str], waiting: frozenset[str]) -> str:
     """Return what is wrong with a second load of request SAME of D, whose first load has succeeded, or "".
+    All requests of D have ended. vLLM steps D on while something is wrong, as `Rig.steps_on`.
 
     A second load may read what D's connector has saved itself, or what P still keeps. P keeps its blocks if
     D's metadata notifies P only later. P has freed them if it is notified before the second load, or never:
     then the first load itself was the notification.
     """
+    d.rig.steps_on(d, lambda: not _wrong_reload(p, d, names, waiting))
+    return _wrong_reload(p, d, names, waiting)
+
+
+def _wrong_reload(p: Side, d: Side, names: frozenset[str], waiting: frozenset[str]) -> str:
     calls = d.calls_of("update_state_after_alloc", SAME)
     begun = [call.step for call in calls if call.arguments["num_external_tokens"]]
     orders = [_order(d, begin, end) for begin, end in zip(begun, [*begun[1:], len(d.steps) + 1], strict=True)]

@@ -130,12 +130,16 @@ def _workers_know(d: Side, id: str, readable: bool = False) -> bool:
     more use to them. Lets them report it as sent.
 
     The metadata after the end names it, or names requests in no form that can be read (`readable`: some
-    metadata does), or the worker half of this connector reports the ends of which vLLM tells it.
+    metadata does), or the worker half of this connector reports the ends of which vLLM tells it. Or the
+    metadata names it while vLLM steps D on.
     """
+    from pytest_kvconform.rigs.scheduler.store_engine import workers_hear_of_ends
+
     readable = readable or any(step.mentions(name) for step in d.steps for name in d.prompts)
     step = d.step()
     named = step.mentions(id) or (not readable and is_opaque(step.metadata))
-    if told := named or (id in step.finished and d.rig.workers_hear_of_ends(d.role)):
+    told = named or (id in step.finished and workers_hear_of_ends(d.rig, d.role))
+    if told := told or d.rig.steps_on(d, lambda: d.steps[-1].mentions(id)):
         d.step(sent=[id])
     return told
 

@@ -10,6 +10,7 @@ from pytest_kvconform.case import case
 from pytest_kvconform.result import Cell, Evidence, NotApplicable, Violation
 from pytest_kvconform.rigs.context import declared_amount
 from pytest_kvconform.rigs.engine.router import RENDEZVOUS
+from pytest_kvconform.rigs.scheduler.connector_class import REPORTS, classes_with
 from pytest_kvconform.rigs.scheduler.leaks import growing_memory, integers, leaks
 from pytest_kvconform.rigs.scheduler.live.endings import grow_with_bad_params
 from pytest_kvconform.rigs.scheduler.rig import Rig, Side
@@ -140,7 +141,9 @@ def params_are_read_by_key(rig: Rig, way: str) -> Evidence:
     d_id = d.add(prompt, params)
     rig.step_until_matched(d, d_id)
     rig.step_until_ordered(d, d_id)
-    given, ordered = d.first_external_tokens(d_id), _loads(d, p)
+    if not (given := d.first_external_tokens(d_id)) and rig.own_reports:
+        raise NotApplicable("the workers of another D have read what P handed over")
+    ordered = _loads(d, p)
     if way == "twice":
         third = d.add(prompt, params)
         rig.step_until_matched(d, third)
@@ -300,7 +303,7 @@ def _run_each(
     if not wrong and side:
         growing = growing_memory((side,), lambda: fate(side, next(every)), rig.subject.remembers)
         places = {place for _, place in growing}
-        if places and side.classes_with("build_connector_worker_meta"):
+        if places and classes_with(side, REPORTS):
             places = grow_with_bad_params(rig, role, places, every)
         wrong |= {growing[side, place]: list(table) for place in sorted(places)[:1]}
     if wrong:
@@ -322,10 +325,8 @@ def _run_request(
     names_own: bool = True,
     names_p: bool = False,
 ) -> str:
-    """Return what goes wrong with a request that has these params, or "".
-
-    A load that is ordered is reported as failed. `names_own`, `names_p`: whether the metadata of a right load
-    names blocks of this side, and blocks of P that the params name.
+    """Return what goes wrong with a request that has these params, or "". An ordered load is reported as
+    failed. `names_own`, `names_p`: whether metadata of a right load names blocks of this side, and of P's.
     """
     from pytest_kvconform.rigs.scheduler.store_engine import end_in_worker
 

@@ -211,7 +211,6 @@ def announces_no_freed_blocks_after_the_load(rig: Rig, why: str) -> Evidence:
     answers = d.match_answers(SAME, asked)
     if not answers:
         raise NotApplicable(f"vLLM's scheduler did not call {ASKED} again")
-    d.step()
     if wrong := wrong_reload(p, d, identifiers(p, p_id), waiting):
         raise rig.violation("", f"after the load of {SAME} {ASKED} returned {max(answers)}: it {wrong}")
     report_all(p)

@@ -99,13 +99,13 @@ def loads_nothing_if_another_connector_loads(rig: Rig, where: str) -> Evidence:
                 "",
                 f"another connector loads {id}, and step {step.number} orders a load into blocks {ordered}",
             )
-    notified, kept = notifies_p(d, identifiers(p, p_id), waiting), p_id in p.delayed_free_requests()
+    names, kept = identifiers(p, p_id), p_id in p.delayed_free_requests()
     blocks = p.free_blocks_at_start - p.free_blocks()
     report_all(p)
     rig.require_no_leaks(p, d)
     # a P that copies its blocks at once, and so declares that it has no lease, waits for no notification
     waits_for_d = kept and not rig.subject.features.get("lease")
-    if where == "first" and waits_for_d and not notified and _names_p(rig, prompt):
+    if where == "first" and waits_for_d and _names_p(rig, prompt) and not notifies_p(d, names, waiting):
         raise rig.violation(
             "KV-HIT-001",
             f"another connector has loaded {SAME}, P keeps {blocks} blocks, and no step's metadata orders a "
@@ -160,6 +160,12 @@ def loads_the_same_as_alone(rig: Rig, where: str) -> Evidence:
     )
 
 
+def _is_reported(p: Side, id: str) -> bool:
+    """Whether P keeps no blocks of a request any more, once its workers have reported the ends they know."""
+    p.report_told_ends()
+    return id not in p.delayed_free_requests()
+
+
 def _keeps_alone(rig: Rig, prompt: tuple[int, ...], params: dict[str, Any] | None) -> bool:
     """Whether P keeps the blocks of a request if the connector is alone.
 
@@ -169,7 +175,7 @@ def _keeps_alone(rig: Rig, prompt: tuple[int, ...], params: dict[str, Any] | Non
     id = p.add(prompt, params)
     p.run()
     [ended] = p.calls_of(ENDED, id)
-    if params is None and id in p.delayed_free_requests():
+    if params is None and not rig.steps_on(p, lambda: _is_reported(p, id)):
         raise rig.violation(
             "",
             f"for a request that asks for no hand-over {ended.hook} returned {str(ended.result)[:200]}, and "

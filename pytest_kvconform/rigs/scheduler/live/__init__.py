@@ -11,8 +11,8 @@ complete.
 | `engine` | `LiveEngine`: one engine, and what a case can do with it |
 | `config` | its vLLM configuration: speculation, ranks, large pools |
 | `pair` | `live_engines`: P and D (a store: one engine), P in a forked process |
-| `answers` | `waits_for_own_workers`: whether the connector's answers wait for reports of its own workers |
-| `worker_beside` | a worker half in a process of its own, for a scheduler half that asks it |
+| `own_reports` | the reports of a real worker half, for a scheduler half that waits for them |
+| `worker_beside` | a worker half in a process of its own, for a scheduler half that needs it |
 | `ends` | whose doing it is that one of these processes has ended |
 | `clocks` | the clocks of a process, which a case may set |
 | `sizes` | what grows with the number of requests: containers of both halves, and open files |

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_kvconform.rigs.engine.router import RENDEZVOUS
 from pytest_kvconform.rigs.processes.cores import Deadline
-from pytest_kvconform.rigs.scheduler.leaks import A_FEW, ENOUGH, LATER_S, growing_memory, remembered
+from pytest_kvconform.rigs.scheduler.connector_class import REPORTS, classes_with, require_standard_reports
+from pytest_kvconform.rigs.scheduler.leaks import A_FEW, ENOUGH, LATER_S, growing_memory, mentions, remembered
 from pytest_kvconform.rigs.scheduler.live.clocks import set_ahead
 from pytest_kvconform.rigs.scheduler.rig import BLOCK, LEFT
 
@@ -41,10 +42,10 @@ def require_bounded_memory(
     """
     growing = growing_memory(sides, repeat, rig.subject.remembers)
     for one in sides if growing else ():
-        one.require_standard_reports()
+        require_standard_reports(one)
     for side in sides:
         mine = {place: sentence for (where, place), sentence in growing.items() if where is side}
-        if mine and side.classes_with("build_connector_worker_meta"):
+        if mine and classes_with(side, REPORTS):
             found = grow_with_own_workers(rig, ending, side.role, set(mine))
             mine = {place: sentence for place, sentence in mine.items() if place in found}
         for sentence in mine.values():
@@ -263,7 +264,8 @@ def _fail_load(live: Live, id: str) -> None:
 
     def work_and_fail(output: Any) -> Any:
         reported = work(output)
-        if reported is not None and id in (reported.finished_recving or ()):
+        own = getattr(reported, "kv_connector_worker_meta", None)  # update_connector_output may end the load
+        if reported is not None and (id in (reported.finished_recving or ()) or mentions(own, id)):
             reported.failed_recving = {*(reported.failed_recving or ()), id}
         return reported
 

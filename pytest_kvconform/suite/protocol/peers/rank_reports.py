@@ -1,15 +1,18 @@
-"""What each rank reports, counted before vLLM combines the reports of all ranks."""
+"""What each rank reports, counted before vLLM combines the reports of all ranks, and what vLLM's scheduler
+reads: update_connector_output may put a request into a report, or take it out
+(v1/core/sched/scheduler.py: _update_from_kv_xfer_finished).
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 
 from pytest_kvconform.case import case
-from pytest_kvconform.result import Blocked, Evidence, NotApplicable, Violation
+from pytest_kvconform.result import Blocked, Evidence, NotApplicable
 from pytest_kvconform.rigs.bench import Bench
 from pytest_kvconform.rigs.context import RELEASE_S
-from pytest_kvconform.rigs.peers.messages import COMPUTED, FAILED, KNOWN, REPORTED, RankObservation
-from pytest_kvconform.rigs.peers.rank_scenarios import RANKS, SCENARIOS, moments
+from pytest_kvconform.rigs.peers.messages import COMPUTED, FAILED, KNOWN, REPORTED
+from pytest_kvconform.rigs.peers.rank_scenarios import SCENARIOS, moments
 from pytest_kvconform.rigs.peers.scenario_engines import ScenarioObservation, loaded_within_step
 from pytest_kvconform.suite._peer_observations import (
     REFUSED,
@@ -24,10 +27,17 @@ from pytest_kvconform.suite._peer_observations import (
     require_some_load,
     violation,
 )
+from pytest_kvconform.suite.protocol.peers._reports import (
+    ENGINES,
+    OWNS,
+    RECVING,
+    SENDING,
+    check_reported_once,
+    counts,
+    not_waiting,
+    why_unread,
+)
 
-SENDING, RECVING = "sending", "recving"
-ENGINES = dict(zip("PD", RANKS, strict=True))
-OWNS = " ".join(RANKS)
 EVERY = tuple(sorted({name for scenarios in SCENARIOS.values() for name in scenarios}))
 ABORTED = {
     REPORTED: "when the ranks of D had reported its load, before update_from_output",
@@ -39,11 +49,12 @@ ABORTED = {
 
 @case("KV-RANK-001", rig="peers", scenarios=EVERY)
 def each_rank_reports_once(bench: Bench, variant: None) -> Evidence:
-    """Every rank reports every request once, whichever rank was slow, or as many as get_finished_count says.
+    """vLLM's scheduler reads every request once, whichever rank was slow. Every rank has reported it once, or
+    as many as get_finished_count says, or update_connector_output has put it into the report.
 
     P reports requests whose blocks it keeps after their ends: vLLM knows no other one any more.
     """
-    _check_reported_once(bench, "hand_overs", "KV-RANK-001")
+    check_reported_once(bench, "hand_overs", "KV-RANK-001")
     observed = completed(bench, "hand_overs", "KV-RANK-001", OWNS)
     require_some_load(observed)
     looked_at = 0
@@ -53,17 +64,10 @@ def each_rank_reports_once(bench: Bench, variant: None) -> Evidence:
         if not loaded_within_step(decode.trace):
             wanted.append(("D", RECVING, decode.id))
         for role, where, request in wanted:
-            ranks = engine(observed, ENGINES[role]).ranks
-            looked_at += len(ranks)
-            silent = [watched.rank for watched in ranks if not watched.reports_of(where, request)]
-            if len(ranks) - len(silent) != (count := ranks[0].finished_count):
-                happened = (
-                    f"rank {silent[0]} of {role} never named request {request} in finished_{where}"
-                    if count == len(ranks)
-                    else f"{len(ranks) - len(silent)} of {len(ranks)} ranks of {role} named request "
-                    f"{request} in finished_{where}, and get_finished_count returned {count}"
-                )
-                raise violation("KV-RANK-001", happened, observed)
+            found = engine(observed, ENGINES[role])
+            looked_at += len(found.ranks)
+            if not found.times_read(where, request):
+                raise violation("KV-RANK-001", why_unread(found, role, where, request), observed)
     check_right(
         "KV-RANK-001",
         observed,
@@ -73,86 +77,34 @@ def each_rank_reports_once(bench: Bench, variant: None) -> Evidence:
     return evidence(looked_at, "reports", observed)
 
 
-def _check_reported_once(bench: Bench, scenario: str, rule: str) -> None:
-    """Raise Violation if a rank has reported a request twice in any scenario.
-
-    This holds, too, if the second report or something else has ended the engine.
-    """
-    try:
-        observed = completed(bench, scenario, rule, OWNS)
-        failed: Violation | None = None
-    except Violation as error:
-        observed, failed = observe(bench, scenario), error
-    for role, name in ENGINES.items():
-        for watched in observed.engines[name].ranks if name in observed.engines else ():
-            for where in (SENDING, RECVING):
-                for request, times in _counts(watched, where).items():
-                    if times > 1:
-                        raise violation(
-                            rule,
-                            f"rank {watched.rank} of {role} named request {request} {times} times in "
-                            f"finished_{where}" + (f"; {failed.finding.happened}" if failed else ""),
-                            observed,
-                            diagnosis="vLLM counts reports by request and not by rank, so it takes the "
-                            "second report for another rank's",
-                        )
-    if failed and any(_not_waiting(observed, role) for role in "PD"):
-        raise Blocked("depends on kv::protocol/peers/rank_reports::only_waiting_requests_are_reported")
-    if failed:
-        raise failed
-
-
-def _counts(watched: RankObservation, where: str) -> Counter[str]:
-    return Counter(request for report in watched.reports for request in getattr(report, where))
-
-
 @case("KV-RANK-002", rig="peers", variants=lambda cell, matrix: ("P", "D"), scenarios=EVERY)
 def only_waiting_requests_are_reported(bench: Bench, role: str) -> Evidence:
-    """A rank reports only requests that wait for a load, or whose blocks P keeps."""
+    """vLLM's scheduler reads only requests that wait for a load, or whose blocks P keeps: ranks report no
+    other one, or update_connector_output takes it out.
+    """
     scenario, where = {"P": ("hand_overs", SENDING), "D": ("aborted_before_load", RECVING)}[role]
     observed = observe(bench, scenario)
-    for rank, request in _not_waiting(observed, role):
+    for who, request in not_waiting(observed, role):
         reason = (
             "request_finished did not ask to keep its blocks" if role == "P" else "it never waited for a load"
         )
         raise violation(
-            "KV-RANK-002",
-            f"rank {rank} of {role} named request {request} in finished_{where}: {reason}",
-            observed,
+            "KV-RANK-002", f"{who} of {role} named request {request} in finished_{where}: {reason}", observed
         )
     observed = completed(bench, scenario, "KV-RANK-002", OWNS)
     check_right("KV-RANK-002", observed, bench.peers.lease_s, {"last": "the next request of D"})
-    named = sum(len(_counts(watched, where)) for watched in engine(observed, ENGINES[role]).ranks)
+    named = sum(len(counts(watched, where)) for watched in engine(observed, ENGINES[role]).ranks)
     return evidence(named + len(observed.request_ids), "requests", observed)
-
-
-def _not_waiting(observed: ScenarioObservation, role: str) -> list[tuple[int, str]]:
-    """Return (rank, request) for requests that a rank has reported although they did not wait.
-
-    All scenarios count.
-    """
-    if ENGINES[role] not in observed.engines:
-        return []
-    found, where = observed.engines[ENGINES[role]], {"P": SENDING, "D": RECVING}[role]
-    waited = {
-        name
-        for name, trace in found.traces.items()
-        if (trace.delayed_free if role == "P" else trace.external_tokens)
-    }
-    return [
-        (watched.rank, request)
-        for watched in found.ranks
-        for request in _counts(watched, where)
-        if request not in waited
-    ]
 
 
 @case("KV-RANK-003", rig="peers", scenarios=("failed_load",))
 def failed_load_is_reported_once(bench: Bench, variant: None) -> Evidence:
-    """A request that one rank cannot load, and its blocks, are in one report of that rank."""
+    """A request that one rank cannot load, and its blocks, are in one report of that rank. A load of another
+    request may have failed with the same blocks.
+    """
     observed = completed(bench, "failed_load", "KV-RANK-003", OWNS)
     request, looked_at = observed.decodes["failed"], 0
-    for watched in engine(observed, ENGINES["D"]).ranks:
+    for watched in observed.ranks:
         failed = [report for report in watched.reports if request.id in report.failed or report.blocks]
         looked_at += watched.load_error_polls
         blocks = Counter(block for report in failed for block in report.blocks)
@@ -172,11 +124,12 @@ def failed_load_is_reported_once(bench: Bench, variant: None) -> Evidence:
             )
     reports = [
         report
-        for watched in engine(observed, ENGINES["D"]).ranks
+        for watched in observed.ranks
         for report in watched.reports
         if request.id in report.failed or report.blocks
     ]
-    if not reports and outcome_of(request) != RIGHT:
+    # what D has fetched in vain, and then announced nothing of, is no load that fails
+    if not reports and outcome_of(request) != RIGHT and request.trace.external_tokens:
         raise violation(
             "KV-RANK-003",
             "a load failed on the last rank of D, and no rank reported it as failed",
@@ -211,9 +164,7 @@ def load_ends_in_idle_steps(bench: Bench, variant: None) -> Evidence:
         bench.peers.lease_s,
         {"quiet": "a request of a D that had nothing to compute"},
     )
-    return evidence(
-        sum(watched.idle_steps for watched in engine(observed, ENGINES["D"]).ranks), "steps", observed
-    )
+    return evidence(sum(watched.idle_steps for watched in observed.ranks), "steps", observed)
 
 
 @case("KV-RANK-005", rig="peers", scenarios=("aborted_during_load",))
@@ -244,27 +195,26 @@ def _abort_waits(bench: Bench, scenario: str, first_held: int) -> Evidence:
     A connector may drop transfers that it has not begun, and report the load before: nothing is written then.
     """
     observed = completed(bench, scenario, "KV-RANK-005", OWNS)
-    request = observed.request_ids["aborted"]
-    early = [
+    request, found = observed.request_ids["aborted"], engine(observed, ENGINES["D"])
+    reported = [
         watched.rank
-        for watched in observed.ranks_while_held
-        if watched.rank >= first_held and watched.reports_of(RECVING, request)
+        for watched in observed.ranks
+        if watched.rank >= first_held
+        and watched.reports_of(RECVING, request)
+        and not found.times_taken(RECVING, request)
     ]
-    dropped = bool(early and observed.numbers["not_begun"])
-    if not dropped and (early or request not in observed.usage["before"].requests):
+    early = bool(reported) or request not in observed.usage["before"].requests
+    dropped = early and bool(observed.numbers["not_begun"])
+    if early and not dropped:
         raise violation(
             "KV-RANK-005",
-            f"a request was aborted while it loaded, and {_ranks(early)} reported it before its transfers "
+            f"a request was aborted while it loaded, and {_ranks(reported)} reported it before its transfers "
             "had ended",
             observed,
             diagnosis="the blocks are free, and the transfer still writes into them",
         )
     if request in observed.usage["after"].requests:
-        silent = [
-            watched.rank
-            for watched in engine(observed, ENGINES["D"]).ranks
-            if not watched.reports_of(RECVING, request)
-        ]
+        silent = [watched.rank for watched in found.ranks if not watched.reports_of(RECVING, request)]
         raise violation(
             "KV-RANK-005",
             f"a request was aborted while it loaded, and {RELEASE_S * bench.settings.timeout_scale:.0f} s "

@@ -62,10 +62,16 @@ def accepted_partial_tail_is_saved_and_freed(rig: Rig, _: None) -> Evidence:
 
 def _require_order(rig: Rig, p: Side, id: str, block: int) -> None:
     """Raise Violation unless the metadata orders something of this block or request."""
+
+    def ordered() -> bool:
+        return p.steps[-1].mentions(id) or block in p.steps[-1].block_ids_for(id)
+
     for _ in range(ORDERED):
         last = p.step()
-        if last.mentions(id) or block in last.block_ids_for(id):
+        if ordered():
             return
+    if rig.steps_on(p, ordered):
+        return
     readable = any(step.mentions(name) for step in p.steps for name in p.prompts)
     if not readable and is_opaque(last.metadata):
         raise NotApplicable("the metadata names no request in a form that the suite can read")
