@@ -39,7 +39,7 @@ def _failed(name: str, *faults: Faults, policy: str = "fail", beside: bool = Fal
 
 FIRST = (0,)
 # Faults by cell: one rank each; several ranks of D; several transfers of one rank of D, and several KV cache
-# groups. Each policy for failed loads has a pair of engines in a cell. The first cell has both, for connectors
+# groups. Each policy for failed loads has a pair of engines in a cell. The first cell has both, for those
 # of one rank. Transfers whose blocks P keeps until its lease ends come first: the lease runs while the others
 # are made.
 TRANSFERS: dict[tuple[str, str, str], tuple[Transfer, ...]] = {

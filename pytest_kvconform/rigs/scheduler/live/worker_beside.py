@@ -77,7 +77,9 @@ class Nursery:
         given = engine.kv_transfer_config, engine.model_config
         pid, *found = self._ask(role, *given, port, blocks, of=role)
         line = Connection(recv_handle(self._line))
-        worker = Worker(pid, f"the process of {role}'s worker half", *found, line)
+        kv_config, cache_config, handshake = found
+        process = f"the process of {role}'s worker half"
+        worker = Worker(pid, process, kv_config, cache_config, handshake, line)
         self._workers.append(worker)
         return worker
 
