@@ -69,8 +69,8 @@ WRONG = [
         "OneBit",
         {
             "attention_kv_arrives": (
-                r"token 5 of model\.layers\.3\.self_attn\.attn, K only, head 1 only holds bytes that "
-                "are nowhere"
+                r"token 5 of model\.layers\.3\.self_attn\.attn, K only, head 1 only holds bytes of "
+                "no row that the prefiller has of this request"
             )
         },
     ),
