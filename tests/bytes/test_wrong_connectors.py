@@ -24,6 +24,7 @@ WHOLE = ("bytes/blocks", "bytes/handover", "bytes/pool", "bytes/start")
 ELSEWHERE = {
     "bytes/each_transfer": "tests/faults/test_wrong_connectors.py",
     "bytes/layers": "tests/store/test_layers.py",
+    "bytes/multi_connector": "tests/multi/test_inside.py",
     "bytes/statistics": "tests/bytes/test_hooks_and_statistics.py",
     "bytes/transport_faults": "tests/faults/test_wrong_connectors.py",
 }

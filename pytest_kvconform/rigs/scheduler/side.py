@@ -257,6 +257,8 @@ class Side(SideState):
         self.run(lambda: id in self.results)
         if self.worker is None and id in self.delayed_free_requests():
             self.step(sent=[id])
+        elif self.own is not None and not self.rig.steps_on(self, lambda: self.status(id) == "gone"):
+            self.rig.require_no_leaks(self)
         self.run(lambda: self.status(id) == "gone")
 
     def report_told_ends(self) -> None:
