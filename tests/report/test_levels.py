@@ -190,6 +190,8 @@ def test_a_report_of_a_suite_without_levels_is_verified(kv, capsys):
     del raw["verdict"]["levels"], raw["day"], raw["digest"], raw["manifest"], raw["commits"]
     for result_ in raw["results"]:
         del result_["level"]
+    for row in raw["verdict"]["features"]:  # such a suite did not ask why no case looked at a feature
+        row["observed"] = {"not selected": "not looked at"}.get(row["observed"], row["observed"])
     path.write_text(json.dumps(raw))
     assert document.read(path).verdict.levels == ()
     assert cli.main(["verify", str(path)]) == 0

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from pytest_kvconform import cli
+from pytest_kvconform import cli, features
 from pytest_kvconform.apply_declaration import apply_declaration
 from pytest_kvconform.report import consistency, document
 from pytest_kvconform.report.digest import digest
@@ -128,20 +128,26 @@ def test_settings_of_pyproject_are_in_the_report_twice(kv, pytester, capsys, cha
     assert verified(path, capsys) == (1, [f"subject.{says} the settings of the report"])
 
 
+def impossible(profile: str) -> dict[str, str]:
+    """Features that no connector of a profile can have -> why."""
+    known = features.load()
+    return {name: known[name].impossible[profile] for name in known if profile in known[name].impossible}
+
+
 @pytest.mark.parametrize(
     ("written", "undeclared"),
     [("", True), ("profile = 'store'", True), ("profile = 'store'", False)],  # False: --kv-declare, too
 )
 def test_the_profile_of_the_settings_is_that_of_the_subject(kv, pytester, capsys, written, undeclared):
     pytester.makepyprojecttoml(f"[tool.kvconform]\n{written}")
-    path = kv(undeclared=undeclared).path
+    path = kv(undeclared=undeclared, unsupported=impossible("store")).path
     assert verified(path, capsys)[0] == 0
     edit(path, lambda report: report["subject"].update(profile="same-engine"))
     assert verified(path, capsys) == (1, ["subject.profile differs from the settings of the report"])
 
 
 def test_the_profile_of_a_declared_file_is_not_in_the_settings(kv, pytester, capsys):
-    declare(pytester.path / "d.toml", {}, "profile = 'same-engine'")
+    declare(pytester.path / "d.toml", impossible("same-engine"), "profile = 'same-engine'")
     path = kv("--kv-declare=d.toml", undeclared=True).path
     assert json.loads(path.read_bytes())["subject"]["profile"] == "same-engine"
     assert verified(path, capsys)[0] == 0
