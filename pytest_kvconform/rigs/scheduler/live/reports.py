@@ -48,5 +48,5 @@ class Reports:
         return output
 
 
-def _words(names: Iterable[Any]) -> list[str]:
-    return sorted(map(repr_of, names))
+def _words(names: Iterable[Any]) -> str:
+    return f"[{', '.join(sorted(map(repr_of, names)))}]"
