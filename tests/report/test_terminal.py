@@ -165,6 +165,7 @@ def test_names_of_features_are_wrapped_and_never_cut(kv):
             FeatureResult(name=name, declared="supported", observed="works", cases=1, passed=1)
             for name in features.load()
         ],
+        "matrix",
         80,
     )
     assert max(map(len, lines)) <= 80
