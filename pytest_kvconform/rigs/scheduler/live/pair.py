@@ -13,6 +13,7 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 from pytest_kvconform.case_outcome import end_of, error_of
+from pytest_kvconform.rigs.engine.release import FOR_LATER
 from pytest_kvconform.rigs.engine.router import transfer_id_of
 from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.processes.linux import die_with_parent
@@ -186,11 +187,15 @@ class Live:
             elif deadline.over() and steps > (SETTLE_STEPS // 5 if self.rig.waited else SETTLE_STEPS):
                 waiting = [f"{id} is {status}" for found in now for id, status in found.items()]
                 keeping = " and ".join(e.spec.role for e in self.engines if e.kept()) or "an engine"
+                later = not waiting and any(
+                    e.spec.role == "D" and e.do(_keeps_for_later) for e in self.engines
+                )
                 raise self.rig.violation(
                     "",
                     f"{what} {NOT_ENDED}: "
                     f"{', '.join(waiting[:4]) or f'{keeping} keeps blocks'}, and nothing has changed for "
                     f"{limit:g} s" + ", after another case had waited longer in vain" * self.rig.waited,
+                    diagnosis=FOR_LATER * later,
                 )
 
     def check(self) -> int:
@@ -202,6 +207,11 @@ class Live:
                 raise self.rig.violation("", wrong[0], differs="; ".join(wrong[1:3]))
             total += compared
         return total
+
+
+def _keeps_for_later(engine: LiveEngine) -> bool:
+    """Whether kv_transfer_params were returned with every request whose blocks an engine keeps."""
+    return all((end := engine.side.results.get(id)) and end.params for id in engine.kept())
 
 
 def step_together(engine: LiveEngine, others: Sequence[RemoteEngine]) -> None:
