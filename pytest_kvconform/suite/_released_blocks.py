@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
-from pytest_kvconform.kv_config import BIDIRECTIONAL, EXTRA
 from pytest_kvconform.result import Blocked, Evidence, Finding, Violation
+from pytest_kvconform.rigs import turn_lease
 from pytest_kvconform.rigs.bench import Bench
 from pytest_kvconform.rigs.engine.messages import Usage
-from pytest_kvconform.rigs.engine.release import FOR_LATER, Release
+from pytest_kvconform.rigs.engine.release import Release
 
 SAVES = "the connector never reported the end of a save, so the scheduler keeps the blocks that are saved"
 NOT_NOTIFIED = (
@@ -20,18 +19,11 @@ LOADS = (
     "the connector has not reported that D may free them: the end of a load in finished_recving, or of a "
     "request whose blocks it keeps in finished_sending"
 )
-FOR_EVER = (
-    "D keeps them for the next turn of a conversation, which did not come, and their lease of {} s is over"
-)
 
 
 def turn_lease_s(bench: Bench) -> float:
-    """Return the seconds for which D keeps what no next turn reads, as its engines are configured.
-
-    Infinity: the connector declares no key for them (`turn_lease`).
-    """
-    config, key = bench.context.transfer_config("D"), bench.subject.turn_lease
-    return float(config.get(EXTRA, {}).get(key, math.inf)) if key else math.inf
+    """Return the seconds for which D keeps what no next turn reads, as its engines are configured."""
+    return turn_lease.turn_lease_s(bench.subject, bench.context.transfer_config("D"))
 
 
 def why_d_keeps(bench: Bench, usage: Usage, waited_s: float, otherwise: str) -> str:
@@ -40,20 +32,7 @@ def why_d_keeps(bench: Bench, usage: Usage, waited_s: float, otherwise: str) -> 
     """
     if not usage.requests or not set(usage.requests) <= set(usage.promised):
         return otherwise
-    if bench.subject.features.get(BIDIRECTIONAL) != "":
-        return FOR_LATER
-    if (lease := turn_lease_s(bench)) > waited_s:
-        raise Blocked(declare_turn_lease(lease))
-    return FOR_EVER.format(f"{lease:.3g}")
-
-
-def declare_turn_lease(lease_s: float) -> str:
-    """Return why no case can wait until D frees what no next turn reads."""
-    seconds = f" for {lease_s:.0f} s" if lease_s < math.inf else ""
-    return (
-        f"D may keep the blocks of a request{seconds} for the next turn: declare `turn_lease`, the key of "
-        "kv_connector_extra_config for these seconds, and leave it out of the configuration"
-    )
+    return turn_lease.why_kept_for_later(bench.subject, bench.context.transfer_config("D"), waited_s)
 
 
 def check_all_freed(
@@ -67,15 +46,22 @@ def check_all_freed(
     """Check KV-BLOCKS-001: engines hold nothing after every request has ended. Raises Violation.
 
     `usages`: role -> what it holds. `store`: P hands nothing over, and saves. `rule_of_p`: the rule that
-    blocks which P keeps break. `d_keeps`: `why_d_keeps` of the bench.
+    blocks which P keeps break. `d_keeps`: `why_d_keeps` of the bench, whose Blocked is raised.
     """
     waited_s, took_s = (released.waited_s, released.took_s) if released else (0.0, 0.0)
+    may_keep: Blocked | None = None
     # D first: what P keeps may only break a SHOULD. A store saves on P, and P and D may be one engine.
     for role, usage in sorted(usages.items(), reverse=store):
         held = usage.total_blocks - usage.free_blocks
         groups = [f"group {g}: {', '.join(names)}" for g, names in enumerate(usage.group_requests) if names]
         if held or usage.requests or groups:
-            of_p = SAVES if store else NOT_NOTIFIED
+            diagnosis = SAVES if store else NOT_NOTIFIED
+            if role == "D":
+                try:
+                    diagnosis = d_keeps(usage, waited_s, LOADS)
+                except Blocked as blocked:  # P is judged all the same
+                    may_keep = blocked
+                    continue
             raise Violation(
                 Finding(
                     rule=rule_of_p if role == "P" else "KV-BLOCKS-001",
@@ -83,7 +69,7 @@ def check_all_freed(
                     f"{held} of "
                     f"{usage.total_blocks} blocks and {len(usage.requests)} requests",
                     differs="; ".join(groups),
-                    diagnosis=of_p if role == "P" else d_keeps(usage, waited_s, LOADS),
+                    diagnosis=diagnosis,
                     signature=f"{role} keeps blocks",
                 )
             )
@@ -97,6 +83,8 @@ def check_all_freed(
                     "the engine stepping",
                 )
             )
+    if may_keep:
+        raise may_keep
     return Evidence(
         looked_at=sum(usage.total_blocks for usage in usages.values()),
         unit="blocks",

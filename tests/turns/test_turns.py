@@ -42,6 +42,7 @@ WRONG = [
         },
         variants="n17",
     ),
+    Wrong("HoldsWhatItHasLoaded", {f"{ENDS}[next_turn]": "has not reported in finished_sending that P may"}),
     Wrong("FreesAtTheLeaseAlone", {f"{READ_FREED}[next_turn]": "never notifies D"}),
     Wrong("FreesWhatIsReadAlone", {LEASE_FREED: "waits for a reader without a deadline"}),
     Wrong("GivesThePromptAlone", {f"{COMPUTES}[next_turn]": ""}),
@@ -129,6 +130,25 @@ def test_without_a_key_for_the_lease_nobody_can_wait_for_its_end(run_cases: Call
     )
     assert run.outcomes[f"{FREED}[n17]"] == run.outcomes[LEASE_FREED] == "BLOCKED"
     assert "declare `turn_lease`" in run.reasons[LEASE_FREED]
+
+
+@pytest.mark.parametrize("features", [{}, {"bidirectional": True}], ids=["undeclared", "declared"])
+def test_p_is_judged_where_d_may_keep_blocks(run_cases: Callable[..., CellRun], features: Any) -> None:
+    """Nobody knows for how long D may keep its blocks, and P never frees its own."""
+    declared = {"features": json.dumps(features), "turn_lease": ""}
+    right = run_turns(
+        run_cases,
+        "KeepsForTheNextTurn",
+        "n17",
+        declared=declared,
+        only=lambda planned: planned.case.name == FREED,
+    )
+    assert right.outcomes == {f"{FREED}[n17]": "BLOCKED"}
+    wrong = run_turns(
+        run_cases, "NeverFreesOnP", "n17", declared=declared, only=lambda planned: planned.case.name == FREED
+    )
+    assert wrong.outcomes == {f"{FREED}[n17]": "FAIL"}
+    assert "D has not notified P" in wrong.findings[f"{FREED}[n17]"].diagnosis
 
 
 @pytest.mark.parametrize("connector", ["ReferenceConnector", "tests.right_connectors.bookkeeping:OwnKeys"])

@@ -63,6 +63,20 @@ class NeverFrees(OfD):
         return set()
 
 
+class NeverFreesOnP(KeepsForTheNextTurn):
+    """P never reports a request as sent: neither when D has read its blocks, nor when their lease is over."""
+
+    def start_worker(self, serves: bool) -> None:
+        super().start_worker(serves)
+        self.is_p = serves
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        found = super().get_transfer_results(finished_req_ids)
+        if self.is_p:
+            found.finished_sending.clear()
+        return found
+
+
 class FreesAtTheLeaseAlone(OfD):
     """D does not hear that P has read its blocks, and frees them when their lease is over."""
 
@@ -93,6 +107,24 @@ class KeepsAndReturnsNothing(KeepsForTheNextTurn):
 
     def keep(self, request: Any, blocks: list[int]) -> Any:
         return super().keep(request, blocks)[0], None
+
+
+class HoldsWhatItHasLoaded(OfD):
+    """P does not hear that D has read blocks of a request for which P had loaded itself, and frees them when
+    their lease is over.
+    """
+
+    def start_worker(self, serves: bool) -> None:
+        super().start_worker(serves)
+        self.loaded = set[str]()
+
+    def begin(self, load: Any) -> None:
+        self.loaded.add(load.request)
+        super().begin(load)
+
+    def answer(self, peer: Any, question: dict[str, Any]) -> None:
+        if not self.is_p or question.get("done") not in self.loaded:
+            super().answer(peer, question)
 
 
 class KeepsWhatWasAborted(KeepsForTheNextTurn):

@@ -19,12 +19,6 @@ from pytest_kvconform.rigs.processes.cores import Deadline
 # For engines that have kept something before. D's lease for a next turn ends; a release takes milliseconds.
 SOON_S = TURN_S + 0.05
 PAUSE_S = 0.001
-FOR_LATER = (
-    "D keeps them for a later request: at the end of its own, request_finished returned True and "
-    "kv_transfer_params, which a router may give P with the next turn of the conversation. Declare the "
-    "feature bidirectional, and `turn_lease`, the key for the seconds after which D frees what nobody reads "
-    "(docs/authors.md)"
-)
 
 
 class Release(NamedTuple):

@@ -45,6 +45,7 @@ class TurnObservation(TransferObservation):
     preempted: bool = False  # whether P's request was preempted
     left: tuple[Usage, Usage] | None = None  # what P and D held when P had loaded, or its request was aborted
     left_s: float = 0.0  # for which that was waited at most
+    after: Usage | None = None  # what P held when D had loaded the next turn; None: D did not
 
 
 def observe_turns(
@@ -118,8 +119,10 @@ class _Turns:
         self._look_at_what_is_left(went_on)
         if not went_on:
             return self._audited()
-        if end and end.finish != "error" and self._returned(1, ON_P):
-            self._decode(1, 1)
+        decoded = end and end.finish != "error" and self._returned(1, ON_P) and self._decode(1, 1)
+        if decoded and self.ends[self._name(1, ON_D)].finish != "error":  # else P may wait for its lease
+            self._wait_until_free(self.p)
+            self._note(after=self.p.usage())
         return self._audited()
 
     # ---- parts ---------------------------------------------------------------------------------------------
@@ -201,9 +204,13 @@ class _Turns:
         """Wait until D holds nothing: P has loaded what it wanted, and keeps its blocks for D. If P's request
         was aborted, wait until P holds nothing: D may keep its blocks until its lease ends.
         """
-        deadline, engine = Deadline(self.limits.release, self._watched), self.d if went_on else self.p
-        self._step(deadline, lambda: not (used := engine.usage()).requests and _is_free(used))
+        self._wait_until_free(self.d if went_on else self.p)
         self._note(left=(self.p.usage(), self.d.usage()), left_s=self.limits.release)
+
+    def _wait_until_free(self, engine: ByteEngineHandle) -> None:
+        """Step both engines until one holds nothing, or until time is up."""
+        deadline = Deadline(self.limits.release, self._watched)
+        self._step(deadline, lambda: not (used := engine.usage()).requests and _is_free(used))
 
     def _released(self) -> TurnObservation:
         """Wait until both hold nothing, where no hand-over follows."""

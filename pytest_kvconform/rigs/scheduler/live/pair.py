@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 from pytest_kvconform.case_outcome import end_of, error_of
-from pytest_kvconform.rigs.engine.release import FOR_LATER
+from pytest_kvconform.rigs.engine.messages import ON_D
 from pytest_kvconform.rigs.engine.router import transfer_id_of
 from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.processes.linux import die_with_parent
@@ -21,6 +21,7 @@ from pytest_kvconform.rigs.scheduler.live import ends
 from pytest_kvconform.rigs.scheduler.live.config import LiveSpec, live_config
 from pytest_kvconform.rigs.scheduler.live.engine import LiveEngine
 from pytest_kvconform.rigs.scheduler.violations import NOT_ENDED
+from pytest_kvconform.rigs.turn_lease import why_kept_for_later
 
 if TYPE_CHECKING:
     from pytest_kvconform.rigs.scheduler.rig import Rig
@@ -187,16 +188,23 @@ class Live:
             elif deadline.over() and steps > (SETTLE_STEPS // 5 if self.rig.waited else SETTLE_STEPS):
                 waiting = [f"{id} is {status}" for found in now for id, status in found.items()]
                 keeping = " and ".join(e.spec.role for e in self.engines if e.kept()) or "an engine"
-                later = not waiting and any(
-                    e.spec.role == "D" and e.do(_keeps_for_later) for e in self.engines
-                )
                 raise self.rig.violation(
                     "",
                     f"{what} {NOT_ENDED}: "
                     f"{', '.join(waiting[:4]) or f'{keeping} keeps blocks'}, and nothing has changed for "
                     f"{limit:g} s" + ", after another case had waited longer in vain" * self.rig.waited,
-                    diagnosis=FOR_LATER * later,
+                    diagnosis=self._why_d_keeps(limit) if not waiting else "",
                 )
+
+    def _why_d_keeps(self, waited_s: float) -> str:
+        """Why requests of D keep blocks, if they do so for later ones, and no other does; "": otherwise.
+
+        Raises Blocked as `why_kept_for_later`.
+        """
+        keeping = [engine for engine in self.engines if engine.kept() - self.aborted]
+        if not keeping or not all(one.do(_keeps_for_later) for one in keeping):
+            return ""
+        return why_kept_for_later(self.rig.subject, self.rig.host.spec.transfer["D"], waited_s)
 
     def check(self) -> int:
         """Raise Violation of the case's rule if KV that was loaded is wrong. Returns compared tokens."""
@@ -210,8 +218,9 @@ class Live:
 
 
 def _keeps_for_later(engine: LiveEngine) -> bool:
-    """Whether kv_transfer_params were returned with every request whose blocks an engine keeps."""
-    return all((end := engine.side.results.get(id)) and end.params for id in engine.kept())
+    """Whether an engine keeps blocks of D's requests alone, with which it returned kv_transfer_params."""
+    ends = {id: engine.side.results.get(id) for id in engine.kept()}
+    return all(id.endswith(f"-{ON_D}") and end and end.params for id, end in ends.items())
 
 
 def step_together(engine: LiveEngine, others: Sequence[RemoteEngine]) -> None:

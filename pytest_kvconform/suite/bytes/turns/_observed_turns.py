@@ -65,11 +65,16 @@ def _once(cell: Cell, matrix: str) -> bool:
     return alone and (matrix != "quick" or cell.family == "llama3_1_8b")
 
 
-def named(*names: str) -> Callable[[Cell, str], list[Transfer]]:
-    """Return the variants of a case: those of these transfers that a cell has."""
+def named(
+    *names: str, everywhere: tuple[str, ...] = (NEXT, NO_TURN)
+) -> Callable[[Cell, str], list[Transfer]]:
+    """Return the variants of a case: those of these transfers that a cell has.
+
+    `everywhere`: those that every cell has. The others do not depend on ranks.
+    """
 
     def variants(cell: Cell, matrix: str) -> list[Transfer]:
-        return [_made(cell, name) for name in names if name in (NEXT, NO_TURN) or _once(cell, matrix)]
+        return [_made(cell, name) for name in names if name in everywhere or _once(cell, matrix)]
 
     return variants
 

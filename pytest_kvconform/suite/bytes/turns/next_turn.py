@@ -13,8 +13,9 @@ from pytest_kvconform.rigs.bytes.handover import Received
 from pytest_kvconform.rigs.bytes.turns.two_turns import TurnObservation
 from pytest_kvconform.rigs.engine.messages import Usage
 from pytest_kvconform.rigs.scenario import Transfer
+from pytest_kvconform.rigs.turn_lease import declare_turn_lease
 from pytest_kvconform.suite._outcomes import check_all_ended, last_logged_exception
-from pytest_kvconform.suite._released_blocks import declare_turn_lease, turn_lease_s
+from pytest_kvconform.suite._released_blocks import NOT_NOTIFIED, turn_lease_s
 from pytest_kvconform.suite.bytes._observations import completed, finding, wrong_words
 from pytest_kvconform.suite.bytes._transfers import longest_length
 from pytest_kvconform.suite.bytes.turns._observed_turns import (
@@ -77,6 +78,15 @@ def both_turns_end(bench: Bench, transfer: Transfer) -> Evidence:
                 happened="P's request of the next turn was aborted while it loaded, and "
                 f"{observed.left_s:.3g} s later P still holds {kept}",
                 diagnosis="the load of an aborted request of P is never reported as finished",
+            )
+        )
+    if observed.after and (kept := _kept(observed.after)):
+        raise Violation(
+            Finding(
+                rule="KV-TURN-005",
+                happened="D has loaded the prompt of the next turn from P, and "
+                f"{observed.left_s:.3g} s later P still holds {kept}",
+                diagnosis=NOT_NOTIFIED,
             )
         )
     return Evidence(looked_at=2, unit="turns", bytes_moved=_moved(loaded))
@@ -200,7 +210,7 @@ def d_frees_what_nobody_reads(bench: Bench, transfer: Transfer) -> Evidence:
     return Evidence(looked_at=d.total_blocks, unit="blocks", notes={"lease_s": turn_lease_s(bench)})
 
 
-@case("KV-TURN-006", variants=named(NEXT, ABORTED_ON_D))
+@case("KV-TURN-006", variants=named(NEXT, ABORTED_ON_D, everywhere=()))
 def d_keeps_only_what_it_has_named(bench: Bench, transfer: Transfer) -> Evidence:
     """D keeps no blocks of a request without kv_transfer_params, nor of one that was aborted."""
     observed = ended(bench, transfer)
