@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from pytest_kvconform.plan import load_module
-from tests.helpers.case_runner import CellRun
+from tests.helpers.case_runner import CaseRunner, CellRun
 from tests.helpers.wrong import Wrong, on
 
 TURNS = "bytes/turns/next_turn"
@@ -149,6 +150,32 @@ def test_p_is_judged_where_d_may_keep_blocks(run_cases: Callable[..., CellRun], 
     )
     assert wrong.outcomes == {f"{FREED}[n17]": "FAIL"}
     assert "D has not notified P" in wrong.findings[f"{FREED}[n17]"].diagnosis
+
+
+@pytest.mark.parametrize(
+    ("connector", "declared", "outcome"),
+    [
+        ("KeepsForTheNextTurn", {"features": "{}", "turn_lease": ""}, "BLOCKED"),
+        ("KeepsForTheNextTurn", declared(), "PASS"),
+        ("NeverFrees", declared(), "FAIL"),
+        ("NeverFreesOnP", {"features": "{}", "turn_lease": ""}, "FAIL"),
+    ],
+)
+def test_live_engines_are_judged_alike(
+    case_runner: CaseRunner, connector: str, declared: dict[str, str], outcome: str
+) -> None:
+    """The protocol tier brings requests of P and of D to their ends, and waits until no blocks are kept."""
+    runner = copy.copy(case_runner)
+    runner.tier = "protocol"
+    run = runner.run(
+        connector,
+        "llama3_1_8b",
+        setup="b16",
+        scale=0.2,
+        declared=declared,
+        only=lambda planned: planned.case.name == "memory_of_both_halves_is_bounded",
+    )
+    assert set(run.outcomes.values()) == {outcome}, run.results
 
 
 @pytest.mark.parametrize("connector", ["ReferenceConnector", "tests.right_connectors.bookkeeping:OwnKeys"])
