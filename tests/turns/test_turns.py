@@ -130,7 +130,7 @@ def test_without_a_key_for_the_lease_nobody_can_wait_for_its_end(run_cases: Call
         declared=declared() | {"turn_lease": ""},
     )
     assert run.outcomes[f"{FREED}[n17]"] == run.outcomes[LEASE_FREED] == "BLOCKED"
-    assert "declare `turn_lease`" in run.reasons[LEASE_FREED]
+    assert "`turn_lease`, the key" in run.reasons[LEASE_FREED]
 
 
 @pytest.mark.parametrize("features", [{}, {"bidirectional": True}], ids=["undeclared", "declared"])
