@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from pytest_kvconform.kv_config import turn_lease
 from pytest_kvconform.result import Blocked, Evidence, Finding, Violation
-from pytest_kvconform.rigs import turn_lease
 from pytest_kvconform.rigs.bench import Bench
 from pytest_kvconform.rigs.engine.messages import Usage
 from pytest_kvconform.rigs.engine.release import Release

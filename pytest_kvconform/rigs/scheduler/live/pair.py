@@ -13,6 +13,7 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 from pytest_kvconform.case_outcome import end_of, error_of
+from pytest_kvconform.kv_config.turn_lease import why_kept_for_later
 from pytest_kvconform.rigs.engine.messages import ON_D
 from pytest_kvconform.rigs.engine.router import transfer_id_of
 from pytest_kvconform.rigs.processes.cores import Deadline
@@ -21,7 +22,6 @@ from pytest_kvconform.rigs.scheduler.live import ends
 from pytest_kvconform.rigs.scheduler.live.config import LiveSpec, live_config
 from pytest_kvconform.rigs.scheduler.live.engine import LiveEngine
 from pytest_kvconform.rigs.scheduler.violations import NOT_ENDED
-from pytest_kvconform.rigs.turn_lease import why_kept_for_later
 
 if TYPE_CHECKING:
     from pytest_kvconform.rigs.scheduler.rig import Rig

@@ -6,6 +6,7 @@ A router gives P the kv_transfer_params that D returned at the end of the turn b
 from __future__ import annotations
 
 from pytest_kvconform.case import case
+from pytest_kvconform.kv_config.turn_lease import declare_turn_lease
 from pytest_kvconform.kvspace.kinds import COLLATERAL
 from pytest_kvconform.result import Blocked, Evidence, Finding, NotApplicable, Violation
 from pytest_kvconform.rigs.bench import Bench
@@ -13,7 +14,6 @@ from pytest_kvconform.rigs.bytes.handover import Received
 from pytest_kvconform.rigs.bytes.turns.two_turns import TurnObservation
 from pytest_kvconform.rigs.engine.messages import Usage
 from pytest_kvconform.rigs.scenario import Transfer
-from pytest_kvconform.rigs.turn_lease import declare_turn_lease
 from pytest_kvconform.suite._outcomes import check_all_ended, last_logged_exception
 from pytest_kvconform.suite._released_blocks import NOT_NOTIFIED, turn_lease_s
 from pytest_kvconform.suite.bytes._observations import completed, finding, wrong_words
