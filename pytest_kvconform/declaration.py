@@ -46,6 +46,7 @@ KEYS = (
     "profile",
     "handover",
     "lease",
+    "turn_lease",
     "load_timeout",
     *AMOUNTS,
     "remembers",
@@ -91,6 +92,7 @@ class Declaration(msgspec.Struct, frozen=True, kw_only=True):
     # key of kv_connector_extra_config, or "$NAME" of an environment variable, for the seconds that P keeps KV
     # which no D reads
     lease: str = ""
+    turn_lease: str = ""  # key of it for the seconds that D keeps KV which no P reads with the next turn
     load_timeout: str = ""  # key of kv_connector_extra_config for the seconds that a load may take
     load_granularity: int = 0  # tokens: a load is a multiple of it, or ends at one; 0: not declared
     min_load: int = 0  # tokens: shorter loads are not made; 0: not declared
@@ -118,12 +120,11 @@ def read(table: Mapping[str, Any], place: str) -> Declaration:
         raise BadSetting(
             f"{place}{dot}lease: expected a key of kv_connector_extra_config or $VARIABLE, got {lease!r}"
         )
-    timeout = table.get("load_timeout", "")
-    if not isinstance(timeout, str) or not _LEASE.fullmatch(timeout) or timeout.startswith("$"):
-        raise BadSetting(
-            f"{place}{dot}load_timeout: expected a key of kv_connector_extra_config, got {timeout!r}"
-        )
-    words: dict[str, Any] = {"lease": lease, "load_timeout": timeout}
+    words: dict[str, Any] = {"lease": lease}
+    for key in ("turn_lease", "load_timeout"):
+        words[key] = name = table.get(key, "")
+        if not isinstance(name, str) or not _LEASE.fullmatch(name) or name.startswith("$"):
+            raise BadSetting(f"{place}{dot}{key}: expected a key of kv_connector_extra_config, got {name!r}")
     for key, valid in (("profile", PROFILES), ("handover", HANDOVERS)):
         parse = (word_or_function if key == "handover" else one_of)(*valid)
         try:

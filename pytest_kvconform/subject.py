@@ -17,7 +17,7 @@ from pytest_kvconform.declaration import Declaration, KnownFailure
 from pytest_kvconform.declarations import BundledDeclaration, bundled_declarations
 from pytest_kvconform.declarations.children import children_of, completed_config, together
 from pytest_kvconform.extras import import_error
-from pytest_kvconform.kv_config import SAME_ENGINE, STORES, Child, merge_config
+from pytest_kvconform.kv_config import BIDIRECTIONAL, SAME_ENGINE, STORES, Child, merge_config
 from pytest_kvconform.services import Service
 from pytest_kvconform.services.engine_values import check_engine_values
 from pytest_kvconform.services.reading import check_placeholders
@@ -50,6 +50,7 @@ class Subject(msgspec.Struct, frozen=True, kw_only=True):
     # seconds that P keeps KV which no D reads, which may be an environment variable instead: "$NAME"
     folder: str = ""
     lease: str = ""
+    turn_lease: str = ""  # the same for the seconds that D keeps KV which no P reads with the next turn
     load_timeout: str = ""
     children: tuple[Child, ...] = ()  # connectors inside it, in the order of its configuration
     load_granularity: int = 0  # tokens: a load is a multiple of it, or ends at one; 0: not declared
@@ -113,7 +114,7 @@ def resolve(settings: Settings, root: Path | None = None) -> Subject:
     bundled = empty if module else bundled_declarations().get(name, empty)
     declared = _read_declaration(settings)
     config = completed_config(merge_config(_read_config(settings.config), bundled.config))
-    bundled = together(bundled, config, settings.profile or declared.profile)
+    bundled = together(bundled.configured(config), config, settings.profile or declared.profile)
     profile = settings.profile or declared.profile or bundled.profile
     handover = settings.handover or declared.handover or bundled.handover
     if profile in STORES and handover not in ("", "none"):
@@ -137,6 +138,7 @@ def resolve(settings: Settings, root: Path | None = None) -> Subject:
                 f"--kv-config: {key} is {theirs!r}, but --kv-connector={settings.connector} makes "
                 f"it {ours!r}: leave it out"
             )
+    features = declaration.read_features(bundled.features, f"{name}.toml: features") | declared.features
     return Subject(
         spec=settings.connector,
         connector=name,
@@ -149,8 +151,9 @@ def resolve(settings: Settings, root: Path | None = None) -> Subject:
         else handover or ("none" if profile in STORES else "handoff"),
         folder=bundled.folder,
         lease=declared.lease or bundled.lease,
+        turn_lease="" if features.get(BIDIRECTIONAL) else declared.turn_lease or bundled.turn_lease,
         load_timeout=declared.load_timeout,
-        children=children_of(config, declared.lease, declared.load_timeout),
+        children=children_of(config, declared),
         load_granularity=declared.load_granularity or bundled.load_granularity,
         min_load=declared.min_load or bundled.min_load,
         remembers=declared.remembers or bundled.remembers,
@@ -192,8 +195,8 @@ def _read_declaration(settings: Settings) -> Declaration:
     table: dict[str, Any] = {
         key: json.loads(text) for key in ("services", "features", "known") if (text := getattr(settings, key))
     }
-    others = ("lease", "load_timeout", *declaration.AMOUNTS, "remembers", "save_delay", "asks_worker")
-    table |= {key: getattr(settings, key) for key in others}
+    others = ("lease", "turn_lease", "load_timeout", "remembers", "save_delay", "asks_worker")
+    table |= {key: getattr(settings, key) for key in (*others, *declaration.AMOUNTS)}
     return declaration.read(table, "pyproject.toml: tool.kvconform")
 
 

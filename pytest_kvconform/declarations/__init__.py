@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from pytest_kvconform.kv_config import EXTRA
 from pytest_kvconform.services import Service
 from pytest_kvconform.services.reading import read_services
 
@@ -21,6 +22,7 @@ class BundledDeclaration(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     handover: str = ""
     folder: str = ""
     lease: str = ""
+    turn_lease: str = ""
     load_granularity: int = 0
     min_load: int = 0
     remembers: int = 0
@@ -34,12 +36,20 @@ class BundledDeclaration(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     packages: dict[str, str] = {}
     exempt: str = ""
     config: dict[str, Any] = {}  # fields of KVTransferConfig that it needs to start
+    # feature -> key of kv_connector_extra_config that turns it on; without that key `features` holds
+    turned_on_by: dict[str, str] = {}
     services: dict[str, Any] = {}  # as in a user's declaration
     features: dict[str, Any]
 
+    def configured(self, config: dict[str, Any]) -> BundledDeclaration:
+        """Return the declaration of a connector with this configuration."""
+        extra = config.get(EXTRA, {})
+        on = {name: True for name, key in self.turned_on_by.items() if extra.get(key)}
+        return msgspec.structs.replace(self, features=self.features | on)
+
     def device_for(self, config: dict[str, Any]) -> str:
         """Return the device without which the worker half cannot run with this configuration; "": none."""
-        extra = config.get("kv_connector_extra_config", {})
+        extra = config.get(EXTRA, {})
         own = any(extra.get(key, values[0]) not in values for key, values in self.required_for.items())
         return "" if own else self.requires_device
 

@@ -13,8 +13,9 @@ from typing import Any
 import msgspec
 
 from pytest_kvconform import features
+from pytest_kvconform.declaration import Declaration
 from pytest_kvconform.declarations import BundledDeclaration, bundled_declarations
-from pytest_kvconform.kv_config import CHILDREN, EXTRA, STORES, Child, merge_config
+from pytest_kvconform.kv_config import BIDIRECTIONAL, CHILDREN, EXTRA, STORES, Child, merge_config
 
 # Features that are asked of every child, judged or not: all get the same layers and the same requests.
 OF_ALL = frozenset(
@@ -23,14 +24,17 @@ OF_ALL = frozenset(
 )
 
 
-def children_of(config: dict[str, Any], lease: str, load_timeout: str = "") -> tuple[Child, ...]:
+def children_of(config: dict[str, Any], declared: Declaration) -> tuple[Child, ...]:
     """Return the connectors inside one with this configuration, in their order.
 
-    `lease`, `load_timeout`: the keys that are declared for those of which we have no declaration.
+    `declared`: by the user; its keys for leases and loads are those of connectors of which we have no
+    declaration.
     """
     found = []
     for one in _configs(config):
-        known = _declaration(one) or BundledDeclaration(lease=lease, features={})
+        known = _declaration(one) or BundledDeclaration(
+            lease=declared.lease, turn_lease=declared.turn_lease, features={BIDIRECTIONAL: True}
+        )
         found.append(
             Child(
                 connector=one["kv_connector"],
@@ -38,7 +42,8 @@ def children_of(config: dict[str, Any], lease: str, load_timeout: str = "") -> t
                 profile=known.profile,
                 folder=known.folder,
                 lease=known.lease,
-                load_timeout="" if _declaration(one) else load_timeout,
+                turn_lease=known.turn_lease if known.features.get(BIDIRECTIONAL) is True else "",
+                load_timeout="" if _declaration(one) else declared.load_timeout,
             )
         )
     return tuple(found)
@@ -107,7 +112,8 @@ def _configs(config: dict[str, Any]) -> list[dict[str, Any]]:
 def _declaration(config: dict[str, Any]) -> BundledDeclaration | None:
     """Our declaration of a child; None: we have none."""
     own = config.get("kv_connector_module_path")
-    return None if own else bundled_declarations().get(config["kv_connector"])
+    ours = None if own else bundled_declarations().get(config["kv_connector"])
+    return ours and ours.configured(config)
 
 
 def _one(values: Iterable[str]) -> str:

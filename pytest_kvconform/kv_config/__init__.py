@@ -17,6 +17,9 @@ FAKE = {
 }
 SAME_ENGINE = "same-engine"
 STORES = ("store", SAME_ENGINE)  # profiles
+BIDIRECTIONAL = "bidirectional"  # the feature: D keeps KV for the next turn, and P loads it
+# Seconds for which D keeps KV for a next turn where no case has one: what D keeps is free again soon.
+TURN_S = 0.05
 
 
 class Child(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,6 +30,7 @@ class Child(msgspec.Struct, frozen=True, kw_only=True):
     profile: str = "p2p"
     folder: str = ""
     lease: str = ""
+    turn_lease: str = ""
     load_timeout: str = ""
 
     @property
@@ -64,7 +68,9 @@ def with_folder(config: Any, ours: str, own: str) -> Any:
     return own + config.removeprefix(ours) if inside else config
 
 
-def keys_of_suite(one: Subject | Child, folder: str, lease_s: float, load_s: float = 0.0) -> dict[str, Any]:
+def keys_of_suite(
+    one: Subject | Child, folder: str, lease_s: float, load_s: float = 0.0, turn_s: float = 0.0
+) -> dict[str, Any]:
     """What the suite configures of a connector, beside or inside another one."""
     extra: dict[str, Any] = {}
     if one.module is None and one.connector.startswith("Nixl"):
@@ -73,6 +79,8 @@ def keys_of_suite(one: Subject | Child, folder: str, lease_s: float, load_s: flo
         extra[one.folder] = folder
     if one.lease and lease_s and not one.lease.startswith("$"):
         extra[one.lease] = lease_s
+    if one.turn_lease and turn_s:
+        extra[one.turn_lease] = turn_s
     if one.load_timeout and load_s:
         extra[one.load_timeout] = load_s
     return {EXTRA: extra} if extra else {}

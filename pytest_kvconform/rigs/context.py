@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from pytest_kvconform.kv_config import CHILDREN, EXTRA, Child, keys_of_suite, merge_config
+from pytest_kvconform.kv_config import CHILDREN, EXTRA, TURN_S, Child, keys_of_suite, merge_config
 from pytest_kvconform.result import Blocked, Cell, HookCall, NotApplicable
 from pytest_kvconform.rigs.processes.cores import slowness
 from pytest_kvconform.rigs.processes.marks import Marks
@@ -260,31 +260,31 @@ def transfer_config(
     folder: str = "",
     lease_s: float = 0.0,
     load_s: float = 0.0,
+    turn_s: float = TURN_S,
     policy: str = "",
 ) -> dict[str, Any]:
     """The fields of vLLM's KVTransferConfig for one side. The user's configuration wins over the suite's.
 
-    `port`: kv_port, 0: none. `folder`: where a store saves. `lease_s`: seconds of the lease, if the connector
-    declares the key for it; `load_s`: of a load, too. `policy`: kv_load_failure_policy, over the user's.
+    `port`: kv_port, 0: none. `folder`: where a store saves. `lease_s`, `load_s`, `turn_s`: seconds of P's
+    lease, of a load, of D's lease, if their keys are declared. `policy`: kv_load_failure_policy.
     """
-    roles = {"P": "kv_producer", "D": "kv_consumer"}
     ours: dict[str, Any] = {
         "kv_connector": subject.connector,
         "kv_connector_module_path": subject.module,
-        "kv_role": "kv_both" if subject.is_store else roles[role],
+        "kv_role": "kv_both" if subject.is_store else {"P": "kv_producer", "D": "kv_consumer"}[role],
         "kv_buffer_device": device,
     }
-    if port:
-        ours["kv_port"] = port
+    ours |= {"kv_port": port} if port else {}
     if subject.handover == "rendezvous":
         ours["engine_id"] = str(uuid.uuid4())  # the router tells each side the other's
-    ours |= keys_of_suite(subject, folder, lease_s, load_s)
+    seconds = lease_s, load_s, turn_s
+    ours |= keys_of_suite(subject, folder, *seconds)
     config = merge_config(subject.config, ours) | ({"kv_load_failure_policy": policy} if policy else {})
     if not subject.children:
         return config
-    # each connector inside reads keys of its own; what the user gave one wins here, too
+    # each connector inside reads its own keys; what the user gave one wins here, too
     inside = [
-        merge_config(given, keys_of_suite(child, folder and f"{folder}/{number}", lease_s, load_s))
+        merge_config(given, keys_of_suite(child, folder and f"{folder}/{number}", *seconds))
         for number, (child, given) in enumerate(zip(subject.children, config[EXTRA][CHILDREN], strict=True))
     ]
     return config | {EXTRA: config[EXTRA] | {CHILDREN: inside}}

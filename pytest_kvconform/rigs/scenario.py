@@ -135,6 +135,18 @@ def faults_where_p_writes(faults: tuple[Faults, ...], p_ranks: int, d_ranks: int
 
 
 @dataclass(frozen=True)
+class Turn:
+    """The next turn of a conversation. A router gives its request to P, with what D returned at the end of
+    the first turn: P loads what D has, and hands the prompt over to D as it did before.
+    """
+
+    answer: int  # tokens that D generates in the first turn; the next prompt begins with it and with these
+    more: int  # tokens behind them; negative: the next prompt ends so many tokens before them
+    forgets: bool = True  # whether P's prefix cache has lost the first turn, as that of another P
+    late: bool = False  # whether the request comes when D has freed its blocks, and others have them
+
+
+@dataclass(frozen=True)
 class Transfer:
     """What the byte rig hands over: prompts of which every byte of KV is known beforehand."""
 
@@ -151,6 +163,10 @@ class Transfer:
     beside: bool = False  # whether the requests that compute `warm` on D go on until the load has ended
     graphs: bool = False  # whether steps of one token a request are replayed as full CUDA graphs
     fake: str = ""  # "first", "last": where a fake connector is beside the subject in MultiConnector
+    # What follows the transfer of its only prompt. `reuse` is for D's blocks then, and `preempt` for P's
+    # request of the next turn.
+    turn: Turn | None = None
+    abort: str = ""  # with `turn`: P's request of the next turn ("P"), or D's first one while it generates
 
     def __str__(self) -> str:
         return self.name

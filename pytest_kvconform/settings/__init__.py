@@ -55,6 +55,7 @@ CONNECTOR_SETTINGS = (  # they describe the connector that pyproject.toml names,
     "profile",
     "handover",
     "lease",
+    "turn_lease",
     "load_timeout",
     "load_granularity",
     "min_load",
@@ -220,6 +221,9 @@ class Settings:
         "KEY",
         "key of kv_connector_extra_config, or $NAME of an environment variable, for the seconds that P keeps "
         "KV which no D reads; the suite sets a small value",
+    )
+    turn_lease: str = toml_row(
+        "", parse_text, "KEY", "the same for D's KV that no P reads with the next turn (bidirectional)"
     )
     load_timeout: str = toml_row(
         "", parse_text, "KEY", "key of kv_connector_extra_config for the seconds of a load"

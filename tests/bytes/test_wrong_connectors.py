@@ -27,6 +27,7 @@ ELSEWHERE = {
     "bytes/multi_connector": "tests/multi/test_inside.py",
     "bytes/statistics": "tests/bytes/test_hooks_and_statistics.py",
     "bytes/transport_faults": "tests/faults/test_wrong_connectors.py",
+    "bytes/turns/next_turn": "tests/turns/test_turns.py",
 }
 # cases that need a load that ended
 STOPPED = {

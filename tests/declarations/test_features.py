@@ -14,7 +14,7 @@ NAMES = (
     "state-prefix-hit tp-heterogeneous "
     "block-size-heterogeneous layout-heterogeneous speculative-draft load-failure-recompute "
     "load-failure-fail preemption abort lease "
-    "peer-restart multi-connector"
+    "peer-restart bidirectional multi-connector"
 ).split()
 PROMPTS = (Prompt((5, 6, 7)),)
 

@@ -32,7 +32,7 @@ from .pages import PAGES, ROOT, blocks
 
 def test_every_toml_example_is_read_by_a_test() -> None:
     assert {page: len(blocks(text, "toml")) for page, text in PAGES.items() if blocks(text, "toml")} == {
-        "docs/authors.md": 11,
+        "docs/authors.md": 12,
         "docs/families.md": 2,
         "docs/rules.md": 1,
     }
@@ -124,7 +124,7 @@ def test_the_tables_of_a_declaration(tmp_path: Path) -> None:
         "kv::engine/bytes::sliding_window_is_complete[gemma3-*]"
     ]
     check_known(subject.known, make_plan(Settings(), ()).manifest)
-    for key, value in (("remembers", 4096), ("save_delay", 0.5)):
+    for key, value in (("remembers", 4096), ("save_delay", 0.5), ("turn_lease", "decode_keep_s")):
         [text] = [block for block in blocks(PAGES["docs/authors.md"], "toml") if f"{key} = " in block]
         (tmp_path / "pyproject.toml").write_text(text)
         assert getattr(resolve(load({"kv_connector": "m:C"}, {}, tmp_path)), key) == value

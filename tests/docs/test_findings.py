@@ -87,8 +87,9 @@ def test_a_generator_on_cpu_has_no_position_as_the_findings_say() -> None:
         ("LookupKeyClient(", ("still in: ",)),
         ("SimpleCPUOffloadWorker(", ("reported after a preemption",)),
         ("get_zmq_rpc_path_lookup(", ("lookup_rpc_port_0",)),
+        ("NixlPullConnectorScheduler)", ("first: ", "after a preemption, or a failed load")),
     ],
-    ids=["embeddings", "keys", "collection", "preemption", "socket"],
+    ids=["embeddings", "keys", "collection", "preemption", "socket", "next turn"],
 )
 def test_vllm_counts_and_names_as_the_findings_say(of: str, begins: tuple[str, ...]) -> None:
     must_be_installed()

@@ -134,7 +134,7 @@ class TcpPull(FaultHook, KVConnectorBase_V1, SupportsHMA):
         self.ends = queue.Queue[tuple[Load, bool]]()
         self.delayed: list[tuple[int, Any]] = []  # steps that a transfer waits, the transfer
         self.failures: set[int] = set()
-        self.server = _serve(self) if serves else None
+        self.server = serve(self) if serves else None
         self.connected, self.closing = set[socket.socket](), False
         self.threads = [
             threading.Thread(target=self.work, name="tcp-pull", daemon=True)
@@ -267,12 +267,16 @@ class TcpPull(FaultHook, KVConnectorBase_V1, SupportsHMA):
         while question["request"] not in self.leases and time.monotonic() < end:
             time.sleep(0.002)
         blocks, _ = self.leases[question["request"]]
-        if question["blocks"] != blocks[-len(question["blocks"]) :]:
+        if not self.may_read(question["blocks"], blocks):
             return
         for layer in question["layers"]:
             self.send(peer, question["request"], layer, question["blocks"])
         held = question["request"] in self.leases
         peer.sendall(b"held" if held else GONE)
+
+    def may_read(self, asked: list[int], blocks: list[int]) -> bool:
+        """P: whether these are blocks of the request behind those that D has."""
+        return asked == blocks[-len(asked) :]
 
     def send(self, peer: socket.socket, request: str, layer: int, blocks: list[int]) -> None:
         """P: send what a layer has in these blocks."""
@@ -312,7 +316,7 @@ def receive(peer: socket.socket, size: int) -> bytes:
     return bytes(data)
 
 
-def _serve(connector: TcpPull) -> socketserver.ThreadingTCPServer:
+def serve(connector: TcpPull) -> socketserver.ThreadingTCPServer:
     class Handler(socketserver.StreamRequestHandler):
         timeout = PATIENCE_S
 

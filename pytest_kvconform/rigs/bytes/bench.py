@@ -7,11 +7,13 @@ from dataclasses import replace
 
 from model_matrix import load_geometries
 from model_matrix.geometries import State
+from pytest_kvconform.kv_config import TURN_S
 from pytest_kvconform.result import Blocked, Cell, NotApplicable
 from pytest_kvconform.rigs.bytes.handle import ByteEngineHandle
 from pytest_kvconform.rigs.bytes.handover import TransferObservation, observe_transfer
 from pytest_kvconform.rigs.bytes.messages import ByteEngineSpec
 from pytest_kvconform.rigs.bytes.specs import alike, byte_engine_spec, needed_blocks, zygotes
+from pytest_kvconform.rigs.bytes.turns.two_turns import TurnObservation, observe_turns
 from pytest_kvconform.rigs.context import Deadlines, RunContext
 from pytest_kvconform.rigs.engine.control import Control
 from pytest_kvconform.rigs.engine.handle import EngineFailed, hook_calls
@@ -49,6 +51,7 @@ class ByteBench:
         self.pairs = EnginePairs(context, ByteEngineHandle, SLOW_CALLS, alone=alone, place=self._place)
         self.control = Control(context, ByteEngineHandle, SLOW_CALLS, alone=alone, place=self._place)
         self._observations: dict[tuple[Cell, str, int], TransferObservation] = {}
+        self._turns: dict[tuple[Cell, Transfer], TurnObservation] = {}
         # Cells whose engines cannot start for a reason that is not the connector's fault: what to raise, and
         # the reason. The key None means all cells.
         self._excused: dict[Cell | None, tuple[type[Exception], str]] = {}
@@ -98,6 +101,49 @@ class ByteBench:
         self.context.shown_calls[:] = self._observations[key].calls
         return self._observations[key]
 
+    def observe_turns(self, cell: Cell, transfer: Transfer, longest: int) -> TurnObservation:
+        """The observation of two turns in a cell, on engines of their own; runs them on first use. D keeps
+        its blocks for as long as it is configured, unless the second turn comes `late`.
+
+        Raises Blocked or NotApplicable as `observe`.
+        """
+        if (cell, transfer) not in self._turns:
+            self.context.require_known_handover("byte")
+            if cell in self._over:
+                reason, declined = self._over[cell]
+                raise Blocked(reason, refused=declined)
+            word, turn = f"turns-{transfer.name}", transfer.turn
+            assert turn is not None
+            turn_s = TURN_S if turn.late else 0.0
+            policy = transfer.policy if transfer.fails else ""
+
+            def spec(role: str, tensor_parallel: int, folder: str) -> ByteEngineSpec:
+                return byte_engine_spec(
+                    self.context, cell, role, longest, folder, policy=policy, turn_s=turn_s
+                )
+
+            def run(p: ByteEngineHandle, d: ByteEngineHandle, limits: Deadlines) -> TurnObservation:
+                hook_calls(p, d)  # those of the start are forgotten
+                found = observe_turns(transfer, p, d, limits, self.context.next_name)
+                return replace(found, calls=hook_calls(p, d))
+
+            try:
+                found = run(*self._pair(cell, spec, word), self.context.deadlines)
+            except EngineFailed as failed:
+                on = f"depends on kv::bytes/start::engines_start[{cell}]: {failed.sentence}"
+                raise Blocked(on, refused=failed.declined) from None
+            finally:
+                self.pairs.end(cell, word)
+            if found.failed or found.stuck:
+                limits = self.control.deadlines
+                excuse = self.control.excuse(
+                    cell, found, spec, lambda p, d: run(p, d, limits), found.decoder, word
+                )
+                found = replace(found, excuse=excuse)
+            self._turns[cell, transfer] = found
+        self.context.shown_calls[:] = self._turns[cell, transfer].calls
+        return self._turns[cell, transfer]
+
     def _observe(
         self, transfer: Transfer, p: ByteEngineHandle, d: ByteEngineHandle, deadlines: Deadlines
     ) -> TransferObservation:
@@ -133,14 +179,20 @@ class ByteBench:
     def _engines(
         self, cell: Cell, longest: int, word: str = "", fake: str = ""
     ) -> tuple[ByteEngineHandle, ByteEngineHandle]:
-        """P and D of a cell, running.
-
-        Raises EngineFailed, or Blocked or NotApplicable where the connector is excused.
-        """
+        """P and D of a cell, running. Raises as `_pair`."""
 
         def spec(role: str, tensor_parallel: int, folder: str) -> ByteEngineSpec:
             return byte_engine_spec(self.context, cell, role, longest, folder, fake=fake)
 
+        return self._pair(cell, spec, word)
+
+    def _pair(
+        self, cell: Cell, spec: Callable[[str, int, str], ByteEngineSpec], word: str
+    ) -> tuple[ByteEngineHandle, ByteEngineHandle]:
+        """A pair of engines of a cell, running.
+
+        Raises EngineFailed, or Blocked or NotApplicable where the connector is excused.
+        """
         self._raise_excuse(cell)
         try:
             return self.pairs.pair(cell, spec, word)

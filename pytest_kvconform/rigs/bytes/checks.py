@@ -189,7 +189,7 @@ class PoolChecker:
                     missing[group] = 0, (load.computed,)
                     continue
                 for region in memory.regions[name]:
-                    engine = self._writer_of_state(region, slot)
+                    engine = self._writer_of_state(region, slot, load.either)
                     memory.write_state(
                         (memory.shadow,), region, slot, int(load.owners[-1]), load.computed, engine
                     )
@@ -205,7 +205,7 @@ class PoolChecker:
                 attention.append((name, spans[key]))
         for (name, span), ranks in zip(attention, self._ranks(attention), strict=True):
             (region,) = memory.regions[name]
-            self._expect_tokens(region, span, ranks)
+            self._expect_tokens(region, span, ranks, load.either)
             due[name] = blocks.setdefault((id(span), memory.ratio(name)), memory.expand(name, span.due))
             rows, size = (
                 rows + len(span.tokens) * math.prod(region.shape[2:4]),
@@ -217,11 +217,11 @@ class PoolChecker:
         ]
         return rows, size, due, nulls
 
-    def _expect_tokens(self, region: Region, span: _Span, ranks: Array) -> None:
+    def _expect_tokens(self, region: Region, span: _Span, ranks: Array, either: bool) -> None:
         """Put the rows of one layer into the shadow, cut into heads that came from one rank of P each."""
-        if self.store:
+        if self.store or either:
             found = decode(self._first_words(region, span.blocks, span.tokens)[:, 0])
-            # a store may return to D what D itself has saved; D's poison is not that
+            # D may get back what it has itself saved to a store, or generated. D's poison is not that.
             of_d = (found["kind"] == ATTENTION) & (found["engine"] == 1)
             parts = [(0, ~of_d), (1, of_d)]
         else:
@@ -270,9 +270,9 @@ class PoolChecker:
             if len(left := tokens[are_nans(words).any(axis=(1, 2, 3))]):
                 yield Stale(name, tuple(left.tolist()), (first, load.computed - 1))
 
-    def _writer_of_state(self, region: Region, slot: int) -> int:
-        """The engine that must have computed a state: P, or from a store also D itself."""
-        if not self.store:
+    def _writer_of_state(self, region: Region, slot: int, either: bool) -> int:
+        """The engine that must have computed a state: P, or D where either may have done it."""
+        if not (self.store or either):
             return 0
         word = np.zeros((1, 8), dtype=np.uint8)
         word[0, : min(8, region.width)] = region.of(self.memory.storage)[slot, 0, :8]

@@ -49,6 +49,10 @@ class ByteEngineHandle(EngineHandle):
         """Whether every block that was freed has been overwritten."""
         return self.call("overwritten")
 
+    def holds(self, request_id: str) -> bool:
+        """Whether the engine knows a request, or holds a block that it has had."""
+        return self.call("holds", request_id)
+
     def replay(self, on: bool) -> None:
         """Replay steps of one token a request as full CUDA graphs, from now on or no longer."""
         self.call("replay", on)

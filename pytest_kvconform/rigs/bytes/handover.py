@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -95,6 +95,9 @@ class TransferObservation:
         return clean and any(r.finish == "error" for r in self.requests)
 
 
+Observed = TypeVar("Observed", bound=TransferObservation)
+
+
 def observe_transfer(
     transfer: Transfer,
     p: ByteEngineHandle,
@@ -111,11 +114,18 @@ def observe_transfer(
     """
     if p.spec.store:
         transfer = replace(transfer, prompts=with_new_tokens(transfer.prompts))
+    observed = TransferObservation(transfer, p.facts, d.facts, request_s=limits.request)
+    return watched(observed, p, d, lambda: _run(observed, p, d, limits, ids(), before_load))
+
+
+def watched(
+    observed: Observed, p: ByteEngineHandle, d: ByteEngineHandle, run: Callable[[], Observed]
+) -> Observed:
+    """Run what fills in an observation. A failure of an engine is part of it, and so is what they log."""
     started = time.monotonic()
     logs = [(engine, engine.begin_log()) for engine in (p, d)]
-    observed = TransferObservation(transfer, p.facts, d.facts, request_s=limits.request)
     try:
-        observed = _run(observed, p, d, limits, ids(), before_load)
+        observed = run()
         if observed.stuck and p is d:
             observed = replace(observed, copies_left=p.copies_left())
     except EngineFailed as failed:
@@ -135,7 +145,7 @@ def _run(
     alone = p is d
     seconds, watched = limits.request + 2 * p.spec.save_delay, tuple({p.process.watched, d.process.watched})
     deadline = Deadline(seconds, watched)
-    _both(p, d, "poison")
+    both(p, d, "poison")
     owners = shared_owners([prompt.tokens for prompt in transfer.prompts])
     make = _Requests(transfer, owners, salt, p, d)
     sources = [make(i, "p") for i in range(len(transfer.prompts))]
@@ -158,7 +168,7 @@ def _run(
     if transfer.preempt == "P":
         p.step_beside(d)
         p.preempt(sources[0].id)
-    stuck = _until_finished(p, d, [request.id for request in sources], ends, deadline)
+    stuck = until_finished(p, d, [request.id for request in sources], ends, deadline)
     if stuck:
         return replace(observed, stuck=stuck)
     source, saving = p.source(), Deadline(seconds, watched)
@@ -183,7 +193,7 @@ def _run(
         ends |= {output.id: output for output in outputs if output.finish}
         if targets[0].id not in ends:  # a load that was refused ends its request before a token
             d.preempt(targets[0].id)
-    stuck = _until_finished(d, p, [request.id for request in targets], ends, deadline)
+    stuck = until_finished(d, p, [request.id for request in targets], ends, deadline)
     for name in beside:
         d.abort(name)
     errors = sum(name in ends and ends[name].finish == "error" for name in beside)
@@ -209,7 +219,7 @@ def _run(
     released = until_released(p, d, limits.release, p_may_keep=refused)
     observed = replace(observed, usage=released.usage, released=released)
     statistics = p.statistics(), StatisticsTrace() if alone else d.statistics()
-    of_p, of_d = _both(p, d, "audit")
+    of_p, of_d = both(p, d, "audit")
     return replace(observed, statistics=statistics, audits=(before or of_p, of_d))
 
 
@@ -250,7 +260,7 @@ def _warm(
                 while not d.step_beside(p).outputs and not deadline.over():
                     pass
                 running.append(warm.id)
-            elif stuck := _until_finished(d, p, [warm.id], {}, deadline):
+            elif stuck := until_finished(d, p, [warm.id], {}, deadline):
                 raise HarnessError(f"D did not compute a prefix of {transfer} by itself: {'; '.join(stuck)}")
     if any(tokens):
         d.poison(keep_cache=True)
@@ -308,7 +318,7 @@ class _Requests:
         )
 
 
-def _both(p: ByteEngineHandle, d: ByteEngineHandle, name: str) -> tuple[Any, Any]:
+def both(p: ByteEngineHandle, d: ByteEngineHandle, name: str) -> tuple[Any, Any]:
     """One call on both engines at once: each looks at its whole pool."""
     if p is d:
         return (answer := p.call(name)), answer
@@ -317,7 +327,7 @@ def _both(p: ByteEngineHandle, d: ByteEngineHandle, name: str) -> tuple[Any, Any
     return p.answer(name), d.answer(name)
 
 
-def _until_finished(
+def until_finished(
     engine: ByteEngineHandle,
     peer: ByteEngineHandle,
     names: list[str],

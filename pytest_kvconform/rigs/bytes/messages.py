@@ -51,6 +51,15 @@ class ByteRequest(Request, frozen=True, kw_only=True):
     # tokens up to and including this one
     owners: np.ndarray
     number: int  # of this request in the run, 0 to 255: owner of the tokens it generates
+    either: bool = False  # a load may bring what either engine has computed
+
+
+def token_after(position: int) -> int:
+    """The token that a byte engine generates after `position` tokens.
+
+    It is a fixed function, so that requests with one prompt agree.
+    """
+    return 5 + position * 2654435761 % 2**32 % 491
 
 
 def shared_owners(prompts: list[tuple[int, ...]]) -> list[np.ndarray]:
@@ -144,6 +153,7 @@ class LoadCheck:
     tables: tuple[np.ndarray, ...]
     loaded: np.ndarray  # blocks that the load was allowed to write
     cached: bool = True  # whether D has a prefix cache
+    either: bool = False  # whether either engine may have computed it
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,14 @@ from typing import Any
 import numpy as np
 
 from pytest_kvconform.kvspace.pools.sources import Source
-from pytest_kvconform.rigs.bytes.messages import ByteEngineSpec, Check, LoadCheck, StepPart, StepWork
+from pytest_kvconform.rigs.bytes.messages import (
+    ByteEngineSpec,
+    Check,
+    LoadCheck,
+    StepPart,
+    StepWork,
+    token_after,
+)
 from pytest_kvconform.rigs.bytes.overwriter import Overwriter, blocks_of
 from pytest_kvconform.rigs.bytes.specs import geometry_of
 from pytest_kvconform.rigs.engine import process as engine_process
@@ -32,14 +39,6 @@ NEVER = 4  # a token that no engine generates
 def serve(connection: Any, spec: ByteEngineSpec) -> None:
     """Run the engine in a child of the zygote, see `engine.process.serve`."""
     engine_process.serve(connection, spec, ByteEngineProcess)
-
-
-def token_after(position: int) -> int:
-    """The token that a byte engine generates after `position` tokens.
-
-    It is a fixed function, so that requests with one prompt agree.
-    """
-    return 5 + position * 2654435761 % 2**32 % 491
 
 
 def tokens_after(position: int, drafts: Sequence[int]) -> tuple[int, ...]:
@@ -260,6 +259,7 @@ class ByteEngineProcess(engine_process.EngineProcess):
                         tables,
                         loaded,
                         self.spec.prefix_caching,
+                        self.requests[request_id].either,
                     )
                 )
         return StepWork(

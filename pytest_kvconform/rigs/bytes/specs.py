@@ -8,7 +8,7 @@ import msgspec
 
 from model_matrix import Geometry, Setup, Side, load_byte_matrices, load_geometries, parse_topology
 from model_matrix.geometries import SlidingWindow, State, expand_layers
-from pytest_kvconform.kv_config import inside_multi_connector
+from pytest_kvconform.kv_config import TURN_S, inside_multi_connector
 from pytest_kvconform.result import Cell
 from pytest_kvconform.rigs.bytes.messages import PACKED, ByteEngineSpec
 from pytest_kvconform.rigs.context import RunContext, lease_environment
@@ -29,17 +29,24 @@ def byte_engine_spec(
     lease_s: float = 0.0,
     policy: str = "",
     load_s: float = 0.0,
+    turn_s: float = TURN_S,
     fake: str = "",
 ) -> ByteEngineSpec:
     """How one side of a cell is built, with room for `longest` tokens at once.
 
-    `folder`, `lease_s`, `policy` and `load_s`: see `rigs.context.transfer_config`. `fake`: as in
+    `folder`, `lease_s`, `policy`, `load_s` and `turn_s`: see `rigs.context.transfer_config`. `fake`: as in
     `ByteEngineSpec`.
     """
     geometry, side = load_geometries()[cell.family], side_of(cell, role)
     blocks = needed_blocks(cell, role, longest)
     transfer = context.transfer_config(
-        role, port=free_port(), folder=folder, lease_s=lease_s, policy=policy, load_s=load_s
+        role,
+        port=free_port(),
+        folder=folder,
+        lease_s=lease_s,
+        policy=policy,
+        load_s=load_s,
+        turn_s=turn_s,
     )
     return ByteEngineSpec(
         role=role,

@@ -145,6 +145,11 @@ class Trace(msgspec.Struct, kw_only=True):
     delayed_free: bool = False  # the connector kept the blocks at the end
     handed_over: bool = False  # the connector returned kv_transfer_params at the end
 
+    @property
+    def keeps_for_others(self) -> bool:
+        """Whether the connector kept the blocks at the end, and returned how others find them."""
+        return self.delayed_free and self.handed_over
+
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):
     """What a call to step did."""
@@ -161,6 +166,8 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     requests: tuple[str, ...]  # known to the scheduler
     group_requests: tuple[tuple[str, ...], ...]  # per group: requests with blocks
     unfinished: bool  # the scheduler has work (`has_requests`)
+    # of `requests`, those that have ended with kv_transfer_params: their blocks are kept for others
+    promised: tuple[str, ...] = ()
 
 
 class Leftovers(msgspec.Struct, frozen=True, kw_only=True):

@@ -237,6 +237,9 @@ class EngineProcess:
                 for m in self.manager.coordinator.single_type_managers
             ),
             unfinished=self.scheduler.has_requests(),
+            promised=tuple(
+                sorted(r for r in self.scheduler.requests if (t := self.traces.get(r)) and t.keeps_for_others)
+            ),
         )
 
     def shutdown(self) -> Leftovers:

@@ -11,11 +11,13 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
+from pytest_kvconform.kv_config import TURN_S
 from pytest_kvconform.rigs.engine.handle import EngineHandle
 from pytest_kvconform.rigs.engine.messages import EngineSpec, Usage
 from pytest_kvconform.rigs.processes.cores import Deadline
 
-SOON_S = 0.05  # for engines that have kept something before; a release takes milliseconds
+# For engines that have kept something before. D's lease for a next turn ends; a release takes milliseconds.
+SOON_S = TURN_S + 0.05
 PAUSE_S = 0.001
 
 

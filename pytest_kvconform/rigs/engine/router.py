@@ -21,6 +21,7 @@ from pytest_kvconform.rigs.processes.ports import BOOTSTRAP_PORT
 
 RENDEZVOUS = "rendezvous"
 ID = "transfer_id"
+DIRECTION = ("do_remote_decode", "do_remote_prefill")
 # what P was given by a function of an author -> transfer id, which the function may have given another name
 _given: dict[str, str] = {}
 
@@ -37,20 +38,26 @@ class Placed(Protocol):
 
 
 def prefill_params(
-    handover: str, transfer_id: str, peer: Placed | None, zygote: str = ""
+    handover: str,
+    transfer_id: str,
+    peer: Placed | None,
+    zygote: str = "",
+    returned: dict[str, Any] | None = None,
 ) -> dict[str, Any] | None:
     """Return the kv_transfer_params of P's request.
 
-    `peer`: D, None: not known yet. `zygote`: its address, "": this process is a child of it.
+    `peer`: D, None: not known yet. `zygote`: its address, "": this process is a child of it. `returned`: what
+    D returned for the turn before, as vLLM's examples/disaggregated/disaggregated_serving/
+    disagg_proxy_multiturn.py gives it to P.
     """
     if handover == "none":
         return None
     if handover != RENDEZVOUS and not is_hook(handover):
-        return dict(PREFILL)
+        return PREFILL | (returned or {}) | {key: PREFILL[key] for key in DIRECTION}
     params = PREFILL | {ID: transfer_id} | (address_of(peer) if peer else {})
     if not is_hook(handover):
         return params
-    given = _ask(handover, zygote, "P", params, None)
+    given = _ask(handover, zygote, "P", params, returned)
     if given is None:
         raise Blocked(f"the hand-over {handover} returned None for P, whose request needs kv_transfer_params")
     _given[_word(given)] = transfer_id

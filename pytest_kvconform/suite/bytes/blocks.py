@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from pytest_kvconform.case import case
 from pytest_kvconform.result import Evidence
 from pytest_kvconform.rigs.bench import Bench
 from pytest_kvconform.rigs.scenario import Transfer
-from pytest_kvconform.suite._released_blocks import check_all_freed
+from pytest_kvconform.suite._released_blocks import check_all_freed, why_d_keeps
 from pytest_kvconform.suite.bytes._observations import completed, moved
 from pytest_kvconform.suite.bytes._transfers import transfers
 
@@ -22,4 +24,5 @@ def all_blocks_are_freed(bench: Bench, transfer: Transfer) -> Evidence:
     usage = dict(zip("PD", observed.usage, strict=True))
     if observed.refused:
         del usage["P"]
-    return check_all_freed(usage, observed.released, moved(observed), bench.subject.is_store)
+    store, d_keeps = bench.subject.is_store, partial(why_d_keeps, bench)
+    return check_all_freed(usage, observed.released, moved(observed), store, d_keeps=d_keeps)

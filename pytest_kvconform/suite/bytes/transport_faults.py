@@ -13,7 +13,7 @@ from pytest_kvconform.result import Evidence, Finding, Violation
 from pytest_kvconform.rigs.bench import Bench
 from pytest_kvconform.rigs.bytes.handover import TransferObservation
 from pytest_kvconform.rigs.scenario import Transfer
-from pytest_kvconform.suite._released_blocks import SAVES
+from pytest_kvconform.suite._released_blocks import SAVES, why_d_keeps
 from pytest_kvconform.suite.bytes._fault_observations import (
     all_checks,
     bytes_right,
@@ -37,6 +37,8 @@ from pytest_kvconform.suite.bytes._fault_transfers import (
 )
 from pytest_kvconform.suite.bytes._observations import moved
 from pytest_kvconform.suite.bytes._stores import is_store
+
+NOT_REPORTED = "a failed load was not reported in finished_recving by every rank"
 
 
 @case("KV-FAIL-001", variants=all_transfers)
@@ -156,7 +158,7 @@ def all_blocks_are_freed(bench: Bench, transfer: Transfer) -> Evidence:
                 happened=f"{fault_sentence(transfer)}: {found.transfer.released.waited_s:.3g} s "
                 f"later D still holds {d.total_blocks - d.free_blocks} of {d.total_blocks} blocks and "
                 f"{len(d.requests)} requests",
-                diagnosis="a failed load was not reported in finished_recving by every rank",
+                diagnosis=why_d_keeps(bench, d, found.transfer.released.waited_s, NOT_REPORTED),
             )
         )
     if kept := bench.faults.kept(bench.cell, transfer, observe(bench, transfer)[1]):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from pytest_kvconform.case import case
 from pytest_kvconform.result import Evidence
 from pytest_kvconform.rigs.bench import Bench
 from pytest_kvconform.rigs.scenario import Scenario
-from pytest_kvconform.suite._released_blocks import check_all_freed
+from pytest_kvconform.suite._released_blocks import check_all_freed, why_d_keeps
 from pytest_kvconform.suite.engine._observations import completed, moved
 from pytest_kvconform.suite.engine._scenarios import everything
 
@@ -24,4 +26,5 @@ def all_blocks_are_freed(bench: Bench, scenario: Scenario) -> Evidence:
     store = bench.subject.is_store
     if scenario.unread and not store and not observed.kept_before and not bench.subject.features.get("lease"):
         rule = "KV-ABORT-002" if scenario.abort else "KV-HIT-001"
-    return check_all_freed(usage, observed.released, moved(observed), store, rule)
+    d_keeps = partial(why_d_keeps, bench)
+    return check_all_freed(usage, observed.released, moved(observed), store, rule, d_keeps)

@@ -13,6 +13,8 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 from pytest_kvconform.case_outcome import end_of, error_of
+from pytest_kvconform.kv_config.turn_lease import why_kept_for_later
+from pytest_kvconform.rigs.engine.messages import ON_D
 from pytest_kvconform.rigs.engine.router import transfer_id_of
 from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.processes.linux import die_with_parent
@@ -191,7 +193,18 @@ class Live:
                     f"{what} {NOT_ENDED}: "
                     f"{', '.join(waiting[:4]) or f'{keeping} keeps blocks'}, and nothing has changed for "
                     f"{limit:g} s" + ", after another case had waited longer in vain" * self.rig.waited,
+                    diagnosis=self._why_d_keeps(limit) if not waiting else "",
                 )
+
+    def _why_d_keeps(self, waited_s: float) -> str:
+        """Why requests of D keep blocks, if they do so for later ones, and no other does; "": otherwise.
+
+        Raises Blocked as `why_kept_for_later`.
+        """
+        keeping = [engine for engine in self.engines if engine.kept() - self.aborted]
+        if not keeping or not all(one.do(_keeps_for_later) for one in keeping):
+            return ""
+        return why_kept_for_later(self.rig.subject, self.rig.host.spec.transfer["D"], waited_s)
 
     def check(self) -> int:
         """Raise Violation of the case's rule if KV that was loaded is wrong. Returns compared tokens."""
@@ -202,6 +215,12 @@ class Live:
                 raise self.rig.violation("", wrong[0], differs="; ".join(wrong[1:3]))
             total += compared
         return total
+
+
+def _keeps_for_later(engine: LiveEngine) -> bool:
+    """Whether an engine keeps blocks of D's requests alone, with which it returned kv_transfer_params."""
+    ends = {id: engine.side.results.get(id) for id in engine.kept()}
+    return all(id.endswith(f"-{ON_D}") and end and end.params for id, end in ends.items())
 
 
 def step_together(engine: LiveEngine, others: Sequence[RemoteEngine]) -> None:

@@ -1,0 +1,1 @@
+"""Cases about the turns of a conversation: D hands over to P what it has of the turn before."""

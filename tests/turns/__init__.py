@@ -1,0 +1,1 @@
+"""Two turns of a conversation: what right connectors do, and mistakes that cases about turns find."""
