@@ -10,6 +10,9 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from pytest_kvconform.rigs.processes.stacks import Frame
 
 _MODULE = re.compile(r"No module named '(?P<top>\w+)")
 _ABSENT = re.compile(r"\bnot (?:installed|available)\b|\binstall\b", re.IGNORECASE)
@@ -33,7 +36,8 @@ _CONFIGURATION = re.compile(
 )
 _FILE = re.compile(r"No such file or directory: '(?P<path>[^']+\.(?:json|ya?ml|toml|conf|cfg|ini|env))'")
 _IMPORTS = ("ImportError", "ModuleNotFoundError")
-_RANKS = "forked_executor.py"  # the module in which an engine and its ranks wait for each other
+# modules of this project, in which an engine, its ranks and its front end wait for each other
+_OURS = str(Path(__file__).parents[1]) + os.sep
 # Files of the modules in which a process waits for a server, innermost frames of a stack.
 _WAITING = ("socket.py", "poll.py", "connection.py", "connectionpool.py", "_channel.py", "_socket.py")
 
@@ -69,12 +73,11 @@ def what_is_missing(kind: str, message: str, own: str = "", packages: Mapping[st
     return ""
 
 
-def waits_for_server(stack: Iterable[str]) -> bool:
+def waits_for_server(stack: Iterable[Frame]) -> bool:
     """Whether a process that hangs waits for an answer over the network.
 
-    An engine and its ranks that wait for each other do not. `stack`: "file:line in function", the innermost
-    frame first.
+    Processes of the suite that wait for each other do not. `stack`: the innermost frame first.
     """
-    files = [line.partition(":")[0] for line in stack]
-    waits_in = next((file for file in files if file not in _WAITING), "")
-    return waits_in != _RANKS and any(file in _WAITING for file in files[:3])
+    files = [(file, Path(file).name) for file, *_ in stack]
+    waits_in = next((file for file, name in files if name not in _WAITING), "")
+    return not waits_in.startswith(_OURS) and any(name in _WAITING for _, name in files[:3])

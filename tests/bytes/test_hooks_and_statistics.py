@@ -222,3 +222,16 @@ def run_inside(run_cases: Callable[..., CellRun], connector: str, topology: str 
             planned.module == "bytes/multi_connector" and planned.case.name in (ARRIVE, INSIDE)
         ),
     )
+
+
+def test_a_finding_of_a_transfer_has_the_last_calls_in_every_rank_of_p_and_d(
+    run_cases: Callable[..., CellRun],
+) -> None:
+    run = run_cases("DropsTail", "llama3_1_8b", topology="P1D2", variants="n55")
+    calls = run.findings["attention_kv_arrives[n55]"].calls
+    ranks = {("P", None), ("P", 0), ("D", None), ("D", 0), ("D", 1)}
+    assert {(call.side, call.rank) for call in calls} == ranks
+    [announced] = [
+        call.answer for call in calls if (call.side, call.hook) == ("D", "get_num_new_matched_tokens")
+    ]
+    assert announced == "(55, True)"

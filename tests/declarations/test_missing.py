@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from pytest_kvconform.rigs import vllm_setup
 from pytest_kvconform.rigs.missing import waits_for_server, what_is_missing
+from pytest_kvconform.rigs.processes.stacks import Frame
 
 
 @pytest.mark.parametrize(
@@ -55,12 +59,19 @@ def test_a_mistake_is_the_connectors(kind: str, message: str) -> None:
     assert what_is_missing(kind, message, "my_pkg.mod") == ""
 
 
+def frames(*lines: str) -> list[Frame]:
+    """Frames of lines like "/lib/socket.py in create_connection"."""
+    return [(file, 1, name) for file, _, name in (line.partition(" in ") for line in lines)]
+
+
 def test_a_process_that_waits_for_a_server() -> None:
-    assert waits_for_server(["socket.py:850 in create_connection", "connector.py:12 in __init__"])
-    assert not waits_for_server(["connector.py:13 in _wait", "connector.py:12 in __init__"])
-    of_a_rank = ["connection.py:395 in _recv", "connection.py:216 in recv_bytes"]
-    assert waits_for_server([*of_a_rank, "connector.py:12 in __init__"])
-    for function in ("_receive", "_worker_main"):
-        assert not waits_for_server([*of_a_rank, f"forked_executor.py:112 in {function}"])
-    asks = ["socket.py:850 in create_connection", "connector.py:12 in __init__"]
-    assert waits_for_server([*asks, "forked_executor.py:190 in _worker_main"])
+    asks = ("/lib/socket.py in create_connection", "/site/connector.py in __init__")
+    assert waits_for_server(frames(*asks))
+    assert not waits_for_server(frames("/site/connector.py in _wait", "/site/connector.py in __init__"))
+    receives = ("/lib/connection.py in _recv", "/lib/connection.py in recv_bytes")
+    assert waits_for_server(frames(*receives, "/site/connector.py in __init__"))
+    ours = (
+        Path(vllm_setup.__file__).parent / "forked_executor.py"
+    )  # its processes wait for each other
+    assert not waits_for_server(frames(*receives, f"{ours} in _receive"))
+    assert waits_for_server(frames(*asks, f"{ours} in _worker_main"))

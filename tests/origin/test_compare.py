@@ -111,6 +111,8 @@ def test_a_report_from_before_manifests_is_of_no_claim(claimed, capsys):
         path = claim / f"seed-{seed}" / "report.json"
         raw = json.loads(path.read_bytes())
         del raw["manifest"], raw["commits"]
+        for row in raw["verdict"]["features"]:  # such a suite did not ask why no case looked at a feature
+            row["observed"] = {"not selected": "not looked at"}.get(row["observed"], row["observed"])
         seal(path, raw)
     sentence = (
         f"suite {__version__} made the report before suites wrote the manifest of their cases into it, so "

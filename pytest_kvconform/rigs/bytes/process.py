@@ -26,7 +26,7 @@ from pytest_kvconform.rigs.bytes.messages import (
 from pytest_kvconform.rigs.bytes.overwriter import Overwriter, blocks_of
 from pytest_kvconform.rigs.bytes.specs import geometry_of
 from pytest_kvconform.rigs.engine import process as engine_process
-from pytest_kvconform.rigs.engine.messages import Request, Step
+from pytest_kvconform.rigs.engine.messages import Leftovers, Request, Step
 from pytest_kvconform.rigs.engine.process import positions_of
 from pytest_kvconform.rigs.vllm_setup.engine_config import geometry_config
 from pytest_kvconform.rigs.vllm_setup.overrides import keep_configured_limits
@@ -160,6 +160,11 @@ class ByteEngineProcess(engine_process.EngineProcess):
     def flip(self, rank: int, layer: str, block: int, byte: int) -> None:
         """Corrupt a byte of one rank's pool: for tests of the rig."""
         self._workers(_flip, rank, layer, block, byte)
+
+    def shutdown(self) -> Leftovers:
+        """Shut down as vLLM's EngineCore.shutdown does. Returns what the process still has."""
+        self.statistics_path.close()
+        return super().shutdown()
 
     def statistics(self) -> StatisticsTrace:
         """What became of the statistics that the connector has reported since the last call."""

@@ -279,7 +279,7 @@ class EngineHandle:
             self._last_lines(),
             _lines(stack),
             self.process.last_stacks(),
-            any(waits_for_server(_lines(stack)) for stack in self.process.stacks_of_ends()),
+            any(map(waits_for_server, self.process.stacks_of_ends())),
         )
 
 

@@ -40,7 +40,13 @@ from pytest_kvconform.rigs.processes import linux
 from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.processes.hangs import BUSY, DEVICE, QUIET, UNSTARTED, RunningHook
 from pytest_kvconform.rigs.processes.logs import last_lines, text_since
-from pytest_kvconform.rigs.processes.stacks import COLLECTING, last_stacks, most_telling_stack, place_of_del
+from pytest_kvconform.rigs.processes.stacks import (
+    COLLECTING,
+    Frame,
+    last_stacks,
+    most_telling_stack,
+    place_of_del,
+)
 from pytest_kvconform.rigs.processes.zygote import GONE_S, has_ended
 from pytest_kvconform.rigs.scheduler.case_process import serve_one_case
 from pytest_kvconform.rigs.scheduler.rig import BLOCKS, first_block, longer
@@ -280,7 +286,7 @@ class Host:
         self._killed, status = [], os.waitpid(pid, 0)[1]
         if not late and status == signal.SIGKILL and not hangs:
             return end_of(ProcessKilled(f"the process of a case of {self.spec.cell}", pid)), late
-        if late in (QUIET, UNSTARTED) and self.hook.is_start() and waits_for_server(_stack_lines(log_from)):
+        if late in (QUIET, UNSTARTED) and self.hook.is_start() and waits_for_server(_last_stack(log_from)):
             waits = "its start waits for a server: start it, or configure its address"
             return end_of(Blocked(f"{self.spec.subject.connector} cannot start here: {waits}")), late
         if late == BUSY:
@@ -388,7 +394,6 @@ def _kill(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)  # the child does not lead a group yet
 
 
-def _stack_lines(since: int) -> list[str]:
-    """The last stack that the child wrote, innermost first: "file:line in function"."""
-    frames = most_telling_stack(text_since(since), ("__init__",))
-    return [f"{file.rpartition('/')[2]}:{line} in {name}" for file, line, name in frames]
+def _last_stack(since: int) -> tuple[Frame, ...]:
+    """The last stack that the child wrote, innermost first."""
+    return most_telling_stack(text_since(since), ("__init__",))

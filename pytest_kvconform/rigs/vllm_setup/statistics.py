@@ -98,6 +98,11 @@ class StatisticsPath:
             return StatisticsTrace(reported, failed.name, failed.error)
         return replace(self._front_end.ask(sent * TIMES), reported=reported)
 
+    def close(self) -> None:
+        """End the front end."""
+        if self._front_end is not None:
+            self._front_end.close()
+
 
 class FrontEnd:
     """The front end, as the process of the engine sees it: a process of its own."""
@@ -126,6 +131,12 @@ class FrontEnd:
                     os.kill(self._pid, signal.SIGKILL)
         self._ended = self._ended or "EOFError: the process ended"
         return StatisticsTrace(stage="the front end", error=self._ended)
+
+    def close(self) -> None:
+        """End the process, wherever it is."""
+        self._line.close()
+        os.kill(self._pid, signal.SIGKILL)
+        os.waitpid(self._pid, 0)
 
 
 def _serve(loggers: _Loggers, line: Connection) -> NoReturn:
