@@ -57,7 +57,7 @@ def test_an_answer_is_a_short_text(value: Any, text: str) -> None:
 def test_a_long_answer_is_cut() -> None:
     assert len(short("x" * 10**6)) == len(raised(ValueError("x" * 10**6))) == LONGEST
     assert raised(KeyError("r-1")) == "raised KeyError: 'r-1'"
-    assert raised(Unprintable()) == "raised Unprintable"
+    assert raised(Unprintable()) == "raised Unprintable: (OSError in Unprintable.__str__)"
     assert raised(OSError("\ud800")) == "raised OSError: \\ud800"
 
 
