@@ -70,8 +70,6 @@ def test_a_process_that_waits_for_a_server() -> None:
     assert not waits_for_server(frames("/site/connector.py in _wait", "/site/connector.py in __init__"))
     receives = ("/lib/connection.py in _recv", "/lib/connection.py in recv_bytes")
     assert waits_for_server(frames(*receives, "/site/connector.py in __init__"))
-    ours = (
-        Path(vllm_setup.__file__).parent / "forked_executor.py"
-    )  # its processes wait for each other
+    ours = Path(vllm_setup.__file__).parent / "forked_executor.py"  # its processes wait for each other
     assert not waits_for_server(frames(*receives, f"{ours} in _receive"))
     assert waits_for_server(frames(*asks, f"{ours} in _worker_main"))

@@ -21,9 +21,11 @@ from pytest_kvconform.claims import run
 from pytest_kvconform.features import load, required_features
 from pytest_kvconform.plan import PlannedCase, make_plan
 from pytest_kvconform.report import document
+from pytest_kvconform.report.origin import commits, manifest
 from pytest_kvconform.result import CaseResult, Evidence, Outcome
 from pytest_kvconform.settings import Settings
 from pytest_kvconform.subject import Subject
+from tests.small_suite.runs import COMMIT
 
 from .pages import PAGES, ROOT, blocks, commands, prose
 
@@ -104,13 +106,12 @@ def made_reports(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def made_claim(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The reports of a claim."""
-    folder = tmp_path_factory.mktemp("claim")
+    folder, facts = tmp_path_factory.mktemp("claim"), {"vllm": "0.32.0", "device": "cpu"}
     for seed in (1, 2, 3):
         one = settings_of_all(claim=True, seed=seed)
         made = report_of(one, make_plan(one, ()).selected, Outcome.PASS)
-        document.write(
-            msgspec.structs.replace(made, facts={"vllm": "0.32.0", "device": "cpu"}), folder / f"seed-{seed}"
-        )
+        made = msgspec.structs.replace(made, facts=facts, commits={"suite": COMMIT})
+        document.write(made, folder / f"seed-{seed}")
     return folder
 
 
@@ -126,6 +127,7 @@ def reports(made_reports: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def claim(made_claim: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reports of a claim. pytest would run for hours: a run of it writes nothing here."""
     done = subprocess.CompletedProcess[str]([], 0)
+    monkeypatch.setattr(commits, "of_suite", lambda: COMMIT)  # files of a tree may differ from its commit
     monkeypatch.setattr(run, "subprocess", SimpleNamespace(run=lambda command, **_: print(*command) or done))
     shutil.copytree(made_claim, tmp_path / "kv-claim")
 
@@ -180,6 +182,7 @@ def report_of(settings: Settings, cases: Sequence[PlannedCase], outcome: Outcome
         plan.limited,
         plan.not_installed,
         plan.elsewhere,
+        manifest.of_suite(settings.matrix),
     )
 
 
