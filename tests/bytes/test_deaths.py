@@ -52,7 +52,7 @@ def test_two_errors_of_the_suite_without_the_connector_end_a_cell(
     transfer, facts, started = Transfer("n17", ()), SimpleNamespace(), list[Cell]()
     failed: Any = TransferObservation(transfer, facts, facts, failed=EngineFailed("D", "raised", "D raised"))
 
-    def engines(cell: Cell, longest: int, word: str) -> Any:
+    def engines(cell: Cell, *given: Any) -> Any:
         started.append(cell)
         return engine, engine
 

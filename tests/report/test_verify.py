@@ -11,14 +11,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from pytest_kvconform import cli, features
+from pytest_kvconform import cli
 from pytest_kvconform.apply_declaration import apply_declaration
 from pytest_kvconform.report import consistency, document
 from pytest_kvconform.report.digest import digest
 from pytest_kvconform.result import CaseResult, Cell, Finding, Outcome
 from pytest_kvconform.settings import Settings
 from pytest_kvconform.subject import Subject
-from tests.small_suite.runs import TODAY, declare
+from tests.small_suite.runs import TODAY, declare, impossible
 
 YESTERDAY, TOMORROW = (TODAY + datetime.timedelta(days=days) for days in (-1, 1))
 UNEQUAL = {"tp-heterogeneous": "one size only"}
@@ -126,12 +126,6 @@ def test_settings_of_pyproject_are_in_the_report_twice(kv, pytester, capsys, cha
     assert verified(path, capsys)[0] == 0
     edit(path, lambda report: change(report["subject"]))
     assert verified(path, capsys) == (1, [f"subject.{says} the settings of the report"])
-
-
-def impossible(profile: str) -> dict[str, str]:
-    """Features that no connector of a profile can have -> why."""
-    known = features.load()
-    return {name: known[name].impossible[profile] for name in known if profile in known[name].impossible}
 
 
 @pytest.mark.parametrize(

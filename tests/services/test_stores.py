@@ -14,7 +14,7 @@ import pytest
 from pytest_kvconform.rigs.processes.ports import free_port
 from tests.helpers.case_runner import CaseRunner, CellRun
 from tests.helpers.fixtures import ROOT, importable_from, must_be_installed
-from tests.small_suite.runs import declare
+from tests.small_suite.runs import declare, impossible
 
 SERVER = Path(__file__).with_name("server.py")
 MODULE = "tests.services.stores"
@@ -72,7 +72,7 @@ def test_a_right_store_in_a_service_conforms(tmp_path: Path) -> None:
 command = {json.dumps([sys.executable, str(SERVER), "{port}"])}
 deadline = 60.0
 """
-    declare(declared := tmp_path / "declared.toml", {}, service)
+    declare(declared := tmp_path / "declared.toml", impossible("store"), service)
     config = '{"kv_connector_extra_config": {"port": "{services.store.port}"}}'
     ended = subprocess.run(
         [

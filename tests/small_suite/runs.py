@@ -28,6 +28,12 @@ def declare(path: Path, unsupported: dict[str, str], more: str = "") -> Path:
     return path
 
 
+def impossible(profile: str) -> dict[str, str]:
+    """Features that no connector of a profile can have -> why."""
+    known = features.load()
+    return {name: known[name].impossible[profile] for name in known if profile in known[name].impossible}
+
+
 class Run:
     """One finished pytest run in an empty project."""
 
