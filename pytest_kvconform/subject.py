@@ -138,7 +138,6 @@ def resolve(settings: Settings, root: Path | None = None) -> Subject:
                 f"--kv-config: {key} is {theirs!r}, but --kv-connector={settings.connector} makes "
                 f"it {ours!r}: leave it out"
             )
-    features = declaration.read_features(bundled.features, f"{name}.toml: features") | declared.features
     return Subject(
         spec=settings.connector,
         connector=name,

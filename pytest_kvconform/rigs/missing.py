@@ -12,8 +12,6 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from pytest_kvconform.rigs.processes.stacks import Frame
-
 _MODULE = re.compile(r"No module named '(?P<top>\w+)")
 _ABSENT = re.compile(r"\bnot (?:installed|available)\b|\binstall\b", re.IGNORECASE)
 _LIBRARY = re.compile(r"(?P<name>lib[\w.+-]+): cannot open shared object file")
@@ -73,10 +71,11 @@ def what_is_missing(kind: str, message: str, own: str = "", packages: Mapping[st
     return ""
 
 
-def waits_for_server(stack: Iterable[Frame]) -> bool:
+def waits_for_server(stack: Iterable[tuple[str, int, str]]) -> bool:
     """Whether a process that hangs waits for an answer over the network.
 
-    Processes of the suite that wait for each other do not. `stack`: the innermost frame first.
+    Processes of the suite that wait for each other do not. `stack`: (file, line, function) of each frame, the
+    innermost first.
     """
     files = [(file, Path(file).name) for file, *_ in stack]
     waits_in = next((file for file, name in files if name not in _WAITING), "")

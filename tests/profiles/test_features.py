@@ -171,8 +171,8 @@ def test_right_connectors_of_a_profile_conform_with_every_feature(
 def test_no_case_tests_what_cannot_be_declared(
     runners: dict[str, CaseRunner], profile: str, store: str, tier: str, tmp_path: Path
 ) -> None:
-    """Of a store no case about leases and restarts applies."""
-    never = {"lease", "peer-restart"}
+    """Of a store no case about leases, restarts and next turns applies."""
+    never = {"lease", "peer-restart", "bidirectional"}
     names = {
         one.id
         for one in every("full")

@@ -119,6 +119,13 @@ WITNESSES = (
         "protocol/peers/unreachable::restarted_peer_is_a_new_engine[stranger]",
         "peer-restart",
     ),
+    Witness(
+        "p2p",
+        "tests.turns.right:KeepsForTheNextTurn",
+        _LLAMA,
+        "bytes/turns/next_turn::p_loads_what_d_has[next_turn]",
+        "bidirectional",
+    ),
     *_bytes(
         "store", f"{STORES}:WholeBlocks", "tests.store.states:WithStates", "tests.faults.stores:InTheStep"
     ),
