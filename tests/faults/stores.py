@@ -133,12 +133,19 @@ class FailsTheOthers(InTheStep):
             self.invalid |= {block for parts in loads for _, block in parts}
 
 
+class _WithinStart(threading.Thread):
+    """Has ended when `start` returns, however busy the machine is."""
+
+    def start(self) -> None:
+        self.run()
+
+
 class WritesAfterFailure(BetweenSteps):
     """Goes on with a load that it has reported as failed, after the request has ended."""
 
     def fail(self, id: str, parts: list[Part]) -> None:
         super().fail(id, parts)
-        self.delayed.append((LATER, threading.Thread(target=self.load, args=(parts,), daemon=True)))
+        self.delayed.append((LATER, _WithinStart(target=self.load, args=(parts,))))
 
 
 class NeverEndsASave(InTheStep):
