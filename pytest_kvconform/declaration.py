@@ -282,8 +282,13 @@ def version(*distributions: str) -> str | None:
 
 
 def undeclared(declared: Mapping[str, str], known: Sequence[str] = ()) -> tuple[str, ...]:
-    """Return the features that a declaration does not name. `known`: the list; (): that of this suite."""
-    return tuple(name for name in known or features.load() if name not in declared)
+    """Return the features that a declaration has to name and does not. `known`: the list; (): that of this
+    suite.
+    """
+    ours = features.load()
+    return tuple(
+        name for name in known or ours if name not in declared and not (name in ours and ours[name].optional)
+    )
 
 
 def check_possible(declared: Mapping[str, str], profile: str, place: str) -> None:
@@ -310,9 +315,9 @@ def block_to_paste(declared: Mapping[str, str], profile: str = "") -> str:
     TOML does not allow a table twice, so the text names an existing table to add to. `profile`: of the
     connector, which cannot have every feature.
     """
-    missing = undeclared(declared)
-    if not missing:
+    if not undeclared(declared):
         return ""
+    missing = [name for name in features.load() if name not in declared]
     head = "# add to [tool.kvconform.features]" if declared else "[tool.kvconform.features]"
     width = max(map(len, missing))
     known, rows = features.load(), []

@@ -69,6 +69,7 @@ class Feature(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     shown_by_load: bool = False
     refusable: bool = True
     impossible: dict[str, str] = {}
+    optional: bool = False
 
     @property
     def of_cell_alone(self) -> bool:
