@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pytest_kvconform import features, plan
+from pytest_kvconform.declaration import block_to_paste, undeclared
 from pytest_kvconform.result import Cell
 from pytest_kvconform.rigs.scenario import NEVER, STATUS, Faults, Prompt, Scenario, Transfer
 from pytest_kvconform.settings import Settings
@@ -131,3 +132,13 @@ def test_a_feature_selects_the_cases_that_need_it():
     turns = {planned.cell.family for planned in chosen if str(planned.variant) == "second_turn"}
     assert hits == {"qwen3_5"}
     assert turns == {"qwen3_5", "kimi_linear"}
+
+
+def test_a_declaration_need_not_name_an_optional_feature():
+    optional = {name for name, one in features.load().items() if one.optional}
+    assert optional == {"bidirectional"}
+    declared = {name: "" for name in features.load() if name not in optional}
+    assert undeclared(declared) == () and block_to_paste(declared) == ""
+    del declared["abort"]
+    assert undeclared(declared) == ("abort",)
+    assert "bidirectional" in block_to_paste(declared)  # what has to be added anyhow is all that there is

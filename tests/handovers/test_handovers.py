@@ -33,18 +33,10 @@ def _run(case_runner: CaseRunner, tier: str, connector: str, function: str, **mo
     return runner.run(connector, "llama3_1_8b", setup="b16", declared=declared, **more)
 
 
-def wrong(run: CellRun) -> dict[str, str]:
-    return {
-        result.id: f"{result.outcome.value}: {result.finding or result.reason}"
-        for result in run.results
-        if result.outcome.value not in ("PASS", "NOT-APPLICABLE")
-    }
-
-
 @pytest.mark.parametrize(("connector", "function"), [("ByRoom", "by_room"), ("Right", "one_after_the_other")])
 def test_bytes_arrive(run_cases: Callable[..., CellRun], connector: str, function: str) -> None:
     run = run_cases("bytes", connector, function, variants="n17 two_at_once reused preempted_on_p failed")
-    assert wrong(run) == {}
+    assert run.wrong == {}
     arrived = {name for name, outcome in run.outcomes.items() if outcome == "PASS"}
     assert {"attention_kv_arrives[n17]", "next_transfer_is_right[failed]"} <= arrived
 
@@ -64,7 +56,7 @@ def test_the_same_connector_needs_its_proxy(case_runner: CaseRunner) -> None:
 def test_schedulers_and_peers(run_cases: Callable[..., CellRun]) -> None:
     modules = ("protocol/kv_transfer_params", "protocol/loads", PEERS)
     run = run_cases("protocol", "ByRoom", "by_room", only=lambda planned: planned.module in modules)
-    assert wrong(run) == {}
+    assert run.wrong == {}
     assert run.outcomes["p_survives_corrupted_params[number]"] == "PASS"
 
 

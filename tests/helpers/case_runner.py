@@ -73,6 +73,15 @@ class CellRun:
     def evidence(self) -> dict[str, Evidence]:
         return {_short(result): result.evidence for result in self.results if result.evidence}
 
+    @property
+    def wrong(self) -> dict[str, str]:
+        """Id of each case that neither passed nor is not applicable -> its outcome, and why."""
+        return {
+            result.id: f"{result.outcome.value}: {result.finding or result.reason}"
+            for result in self.results
+            if result.outcome not in (Outcome.PASS, Outcome.NOT_APPLICABLE)
+        }
+
 
 def _short(result: CaseResult) -> str:
     name, _, rest = result.id.rpartition("::")[2].partition("[")

@@ -85,9 +85,9 @@ class TcpPull(FaultHook, KVConnectorBase_V1, SupportsHMA):
             self.wanted[request.request_id] = params
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
-        if request.request_id not in self.wanted:
+        if (params := self.wanted.get(request.request_id)) is None:
             return 0, False
-        count = max(0, request.num_prompt_tokens - num_computed_tokens)
+        count = max(0, self.end_of_load(request, params) - num_computed_tokens)
         return count, count > 0
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -98,9 +98,14 @@ class TcpPull(FaultHook, KVConnectorBase_V1, SupportsHMA):
             self.orders.releases.append(params)
             return
         (mine,) = blocks.get_block_ids()
-        first = (request.num_prompt_tokens - num_external_tokens) // self.block_size
-        theirs = params["remote_block_ids"][first:]
+        end = self.end_of_load(request, params)
+        first, last = (end - num_external_tokens) // self.block_size, -(-end // self.block_size)
+        theirs = params["remote_block_ids"][first:last]
         self.orders.loads.append(Load(request.request_id, params, mine[first:][: len(theirs)], theirs))
+
+    def end_of_load(self, request: Any, params: dict[str, Any]) -> int:
+        """Tokens of the prompt up to which its load goes."""
+        return int(request.num_prompt_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> Orders:
         orders, self.orders = self.orders, Orders()

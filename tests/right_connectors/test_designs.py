@@ -33,14 +33,6 @@ def _run(case_runner: CaseRunner, tier: str, connector: str, **more: Any) -> Cel
     return runner.run(connector, "llama3_1_8b", setup="b16", **more)
 
 
-def wrong(run: CellRun) -> dict[str, str]:
-    return {
-        result.id: f"{result.outcome.value}: {result.finding or result.reason}"
-        for result in run.results
-        if result.outcome.value not in ("PASS", "NOT-APPLICABLE")
-    }
-
-
 @pytest.mark.parametrize(
     ("connector", "declared"),
     [
@@ -53,7 +45,7 @@ def wrong(run: CellRun) -> dict[str, str]:
 )
 def test_bytes_arrive(run_cases: Callable[..., CellRun], connector: str, declared: dict[str, str]) -> None:
     run = run_cases("bytes", connector, variants=TRANSFERS, declared=declared)
-    assert wrong(run) == {}
+    assert run.wrong == {}
     arrived = {name for name, outcome in run.outcomes.items() if outcome == "PASS"}
     assert {
         "attention_kv_arrives[n17]",
@@ -64,7 +56,7 @@ def test_bytes_arrive(run_cases: Callable[..., CellRun], connector: str, declare
 
 def test_peers_of_loads_within_a_step(run_cases: Callable[..., CellRun]) -> None:
     run = run_cases("protocol", "LayerWise", only=lambda planned: planned.module in PEERS)
-    assert wrong(run) == {}
+    assert run.wrong == {}
     assert run.outcomes["start_load_kv_does_not_wait_for_p[reading]"] == "PASS"
     assert run.outcomes["unreachable_peer_fails_only_its_request[silent_peer]"] == "PASS"
 
@@ -76,7 +68,7 @@ def test_no_transfer_is_held_of_a_load_within_a_step(run_cases: Callable[..., Ce
         "tests.right_connectors.workers:SomeWithinTheStep",
         only=lambda planned: planned.case.name == "each_rank_reports_once",
     )
-    assert run.outcomes == {"each_rank_reports_once": "PASS"}, wrong(run)
+    assert run.outcomes == {"each_rank_reports_once": "PASS"}, run.wrong
 
 
 FILLS, FREED = "load_fills_the_allocated_blocks[no_hit]", "load_is_not_ordered_into_freed_blocks[hit]"
@@ -102,13 +94,13 @@ def test_choices_of_the_connector(
     """
     connector = f"tests.right_connectors.choices:{connector}"
     run = run_cases("protocol", connector, variants=variants, only=lambda planned: planned.module == module)
-    assert wrong(run) == {} and run.outcomes[passes] == "PASS"
+    assert run.wrong == {} and run.outcomes[passes] == "PASS"
 
 
 def test_push_work_may_end_with_a_report_of_the_workers(run_cases: Callable[..., CellRun]) -> None:
     connector = "tests.right_connectors.choices:BusyUntilTold"
     run = run_cases("interface", connector, only=lambda one: one.module == "interface/capabilities")
-    assert wrong(run) == {}
+    assert run.wrong == {}
     assert run.outcomes["optional_hooks_return_their_types[D]"] == "PASS"
 
 
@@ -129,7 +121,7 @@ def test_an_end_may_be_remembered_until_own_workers_know_it(
     connector, case = f"tests.right_connectors.choices:{connector}", "memory_of_ended_requests_is_bounded"
     run = run_cases("protocol", connector, variants=variants, only=lambda one: one.case.name == case)
     outcome = "FAIL" if keeps else "PASS"
-    assert run.outcomes == {f"{case}[{ending}]": outcome for ending in variants.split()}, wrong(run)
+    assert run.outcomes == {f"{case}[{ending}]": outcome for ending in variants.split()}, run.wrong
     for finding in run.findings.values():
         assert finding.rule == "KV-FINISH-003" and finding.happened.endswith(f" by now: {keeps}")
 
@@ -142,7 +134,7 @@ def test_d_may_compute_a_prompt_after_a_load_that_failed(run_cases: Callable[...
         declared={"lease": "kv_lease_duration"},
         only=lambda planned: planned.case.name in cases,
     )
-    assert run.outcomes == dict.fromkeys(cases, "PASS"), wrong(run)
+    assert run.outcomes == dict.fromkeys(cases, "PASS"), run.wrong
 
 
 @pytest.mark.parametrize(
@@ -171,7 +163,7 @@ def test_blocks_may_be_held_in_the_pool_of_vllm(run_cases: Callable[..., CellRun
         declared={"lease": "kv_lease_duration"},
         only=lambda one: one.module.startswith("protocol/peers/"),
     )
-    assert wrong(peers) == {}
+    assert peers.wrong == {}
     assert peers.outcomes["expired_lease_frees_blocks"] == "PASS"
 
 
@@ -179,7 +171,7 @@ def test_blocks_that_are_saved_beside_another_connector_are_no_load(
     run_cases: Callable[..., CellRun],
 ) -> None:
     run = run_cases("protocol", "OwnCache", only=lambda planned: planned.module == "protocol/multi_connector")
-    assert wrong(run) == {}
+    assert run.wrong == {}
     assert run.outcomes["loads_nothing_if_another_connector_loads[first]"] == "PASS"
 
 
@@ -192,7 +184,7 @@ def test_another_connector_beside_it_changes_nothing(
     """P of the first one keeps no blocks. The others load within the step, one of them if asked twice."""
     connector, module = f"tests.right_connectors.{connector}", "protocol/multi_connector"
     run = run_cases("protocol", connector, only=lambda planned: planned.module.startswith(module))
-    assert wrong(run) == {}
+    assert run.wrong == {}
 
 
 def test_blocks_that_it_keeps_of_a_failed_load_of_another_connector_are_no_mistake(

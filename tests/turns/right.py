@@ -9,7 +9,7 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.request import RequestStatus
 
-from tests.right_connectors.sockets import Load, TcpPull, serve
+from tests.right_connectors.sockets import TcpPull, serve
 
 ENDED = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 
@@ -32,26 +32,10 @@ class KeepsForTheNextTurn(TcpPull):
         if params.get("do_remote_decode") and params.get("remote_model") == self.model:
             self.wanted[request.request_id] = params
 
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
-        if (params := self.wanted.get(request.request_id)) is None:
-            return 0, False
-        has = params.get("remote_num_tokens", request.num_prompt_tokens)
-        count = max(0, min(has, request.num_prompt_tokens) - num_computed_tokens)
-        return count, count > 0
-
-    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        params = self.wanted.pop(request.request_id, None)
-        if params is None:
-            return
-        if not num_external_tokens:
-            self.orders.releases.append(params)
-            return
-        (mine,) = blocks.get_block_ids()
-        has = params.get("remote_num_tokens", request.num_prompt_tokens)
-        end = min(has, request.num_prompt_tokens)
-        first, last = (end - num_external_tokens) // self.block_size, -(-end // self.block_size)
-        theirs = params["remote_block_ids"][first:last]
-        self.orders.loads.append(Load(request.request_id, params, mine[first:][: len(theirs)], theirs))
+    def end_of_load(self, request: Any, params: dict[str, Any]) -> int:
+        """The peer may have fewer tokens, or more."""
+        whole = super().end_of_load(request, params)
+        return min(whole, params.get("remote_num_tokens", whole))
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]

@@ -102,6 +102,7 @@ class StatisticsPath:
         """End the front end."""
         if self._front_end is not None:
             self._front_end.close()
+            self._front_end = None
 
 
 class FrontEnd:

@@ -18,7 +18,7 @@ from pytest_kvconform.rigs.vllm_setup.statistics import UNMEASURED, UNREGISTERED
 from pytest_kvconform.suite.bytes._fault_transfers import failing
 from pytest_kvconform.suite.bytes._observations import completed, finding, moved, observe, wrong_words
 from pytest_kvconform.suite.bytes._transfers import longest_length
-from pytest_kvconform.suite.bytes.statistics import ENDS, HANDLER
+from pytest_kvconform.suite.bytes.statistics import check_no_stage_raised
 from pytest_kvconform.suite.bytes.transport_faults import every_request_ends, next_transfer_is_right
 
 PLACES = ("first", "last")  # of the fake connector
@@ -111,16 +111,7 @@ def _evidence(observed: TransferObservation, traces: dict[str, StatisticsTrace])
 def statistics_reach_the_front_end(bench: Bench, transfer: Transfer) -> Evidence:
     """Statistics of both connectors are rebuilt, added up, logged and recorded in the front end."""
     observed, traces = _traces(bench, transfer)
-    for role, trace in traces.items():
-        if trace.stage:
-            raise Violation(
-                Finding(
-                    rule="KV-MULTI-005",
-                    happened=f"{_beside(transfer)}, the statistics of {role} raised {trace.error} in "
-                    f"{trace.stage}: {ENDS.get(trace.stage, HANDLER)}",
-                    diagnosis=f"{trace.stage} of the connector's statistics raises",
-                )
-            )
+    check_no_stage_raised("KV-MULTI-005", f"{_beside(transfer)},", traces)
     return _evidence(observed, traces)
 
 

@@ -36,24 +36,16 @@ def _run(case_runner: CaseRunner, tier: str, connector: str, *modules: str, **mo
     return runner.run(connector, "llama3_1_8b", setup="b16", **more)
 
 
-def wrong(run: CellRun) -> dict[str, str]:
-    return {
-        result.id: f"{result.outcome.value}: {result.finding or result.reason}"
-        for result in run.results
-        if result.outcome.value not in ("PASS", "NOT-APPLICABLE")
-    }
-
-
 def test_the_scheduler_half_may_put_requests_into_the_report(run_cases: Callable[..., CellRun]) -> None:
     run = run_cases("protocol", "ReportsInScheduler", RANKS, LEASES, declared=LEASE)
-    assert wrong(run) == {}
+    assert run.wrong == {}
     passed = {name for name, outcome in run.outcomes.items() if outcome == "PASS"}
     assert {"each_rank_reports_once", "expired_lease_frees_blocks", *ENDS} <= passed, run.reasons
 
 
 def test_the_scheduler_half_may_take_requests_out_of_the_report(run_cases: Callable[..., CellRun]) -> None:
     run = run_cases("protocol", "ParksReports", RANKS, LEASES, declared=LEASE)
-    assert wrong(run) == {}
+    assert run.wrong == {}
     assert run.outcomes["only_waiting_requests_are_reported[P]"] == "PASS"
 
 
@@ -108,7 +100,7 @@ def test_workers_and_peers_may_hear_of_an_end_while_the_engine_is_stepped(
         return f"{planned.case.name}[{planned.variant}]" in cases
 
     run = run_cases("protocol", connector, matrix="full", only=selected)
-    assert run.outcomes == dict.fromkeys(cases, "PASS"), wrong(run)
+    assert run.outcomes == dict.fromkeys(cases, "PASS"), run.wrong
 
 
 @pytest.mark.parametrize(
@@ -118,6 +110,6 @@ def test_a_release_may_wait_while_the_engine_is_stepped(
     run_cases: Callable[..., CellRun], connector: str, outcome: str
 ) -> None:
     run = run_cases("protocol", connector, "protocol/multi_connector", variants="first")
-    assert run.outcomes[NOTIFIES] == outcome, wrong(run)
+    assert run.outcomes[NOTIFIES] == outcome, run.wrong
     if outcome == "FAIL":
         assert run.findings[NOTIFIES].rule == "KV-HIT-001"
