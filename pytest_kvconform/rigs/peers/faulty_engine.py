@@ -31,6 +31,10 @@ class FaultyEngineHandle(ByteEngineHandle):
         """Give the transport of every rank these faults, in place of earlier ones."""
         self.call("set_faults", faults)
 
+    def reuse_last(self, last: bool) -> None:
+        """Hand out freed blocks after all others, or again as vLLM does."""
+        self.call("reuse_last", last)
+
     def fault_reports(self) -> tuple[FaultReport, ...]:
         """Return what the faults did, one record a rank."""
         return self.call("fault_reports")
@@ -43,13 +47,22 @@ def set_faults_of_loads(
 
     A store saves first, and faults are for its loads alone. So the function that is returned has to be called
     when everything is saved.
+
+    While a load fails, D hands out freed blocks last. vLLM would give those of the failed load to the next
+    request, and its load would hide what is still written for the failed one.
     """
+
+    def set_in_d() -> None:
+        d.set_faults(faults)
+        d.reuse_last(any(one.fail for one in faults))
+
+    d.reuse_last(False)
     if p.spec.store:
         p.set_faults(())
         d.set_faults(())
-        return lambda: d.set_faults(faults)
+        return set_in_d
     p.set_faults(faults_where_p_writes(faults, p.ranks, d.ranks))
-    d.set_faults(faults)
+    set_in_d()
     return lambda: None
 
 
@@ -109,6 +122,14 @@ class FaultyEngineProcess(ByteEngineProcess):
     def set_faults(self, faults: tuple[Faults, ...]) -> None:
         """Give the transport of every rank these faults, in place of earlier ones."""
         self._workers(rank_faults.set_faults, faults)
+
+    def reuse_last(self, last: bool) -> None:
+        """Hand out freed blocks after all others, or again as vLLM does.
+
+        vLLM puts freed blocks that are not cached first (v1/core/block_pool.py: BlockPool.free_blocks).
+        """
+        queue = self.manager.block_pool.free_block_queue
+        queue.prepend_n = queue.append_n if last else type(queue).prepend_n.__get__(queue)
 
     def fault_reports(self) -> tuple[FaultReport, ...]:
         """Return what the faults did, one record a rank."""
