@@ -9,16 +9,16 @@ what `picture` returns.
 from __future__ import annotations
 
 import html
-import json
-import tarfile
 from collections import Counter
 from pathlib import Path
 
+from kept_claims import FOLDER, read
+
 from model_matrix import load_families, load_geometries
-from pytest_kvconform.claims import SEEDS
 
 DOCS = Path(__file__).parent
 FILE = DOCS / "matrix.svg"
+MINOR = "vllm-0.32"
 PANELS = {"reference_connector": "Reference connector", "NixlConnector": "NixlConnector of vLLM 0.32"}
 NAMES, WIDTH, HEIGHT, GAP, TOP = 210, 48, 22, 18, 62  # pixels: row names, cells, between panels, headings
 RIGHT, WRONG, NONE = "#2c6e1f", "#b3261e", "#eee"  # white text can be read on the first two
@@ -29,10 +29,7 @@ Cell = tuple[str, str]  # family, topology
 
 def counts(connector: str) -> dict[Cell, tuple[int, int]]:
     """Cell -> how many cases passed, and how many apply, in the first report of the kept claim."""
-    with tarfile.open(DOCS / "claims" / connector / "reports.tar.xz") as archive:
-        file = archive.extractfile(f"seed-{SEEDS[0]}/report.json")
-        assert file is not None
-        results = json.load(file)["results"]
+    results = read(FOLDER / connector / MINOR)[0]["results"]
     applies: Counter[Cell] = Counter()
     passed: Counter[Cell] = Counter()
     for one in results:

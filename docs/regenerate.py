@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from kept_claims import kept_claims
 from listed_designs import listed_designs
 from printed_runs import FAILURES, first_run
 from registered_results import registered_results
@@ -45,6 +46,7 @@ PAGES = {
     "features": "authors.md",
     "differences": "authors.md",
     "nightly": "operators.md",
+    "claims": "badges.md",
     "registry": "registry.md",
     **dict.fromkeys(FAILURES, "failures.md"),
     "passes": "start.md",
@@ -285,6 +287,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "features": features_table,
     "differences": differences_table,
     "nightly": nightly_table,
+    "claims": lambda: kept_claims(_table),
     "registry": lambda: registered_results(_table),
     **FAILURES,
     "passes": lambda: first_run(connector_is_right=True),
