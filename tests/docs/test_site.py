@@ -80,7 +80,7 @@ def test_the_site_has_every_page_and_drawing_and_no_program(site: dict[Path, Pag
     names = {"README.md": "index.html"}
     expected = {index.parent / names.get(name, name.replace(".md", ".html")) for name in NAV}
     assert set(site) == expected
-    files = [file for file in index.parent.rglob("*.*") if file.suffix != ".html"]
+    files = [file for file in index.parent.rglob("*") if file.is_file() and file.suffix != ".html"]
     others = {file.relative_to(index.parent).as_posix() for file in files}
     drawings = {file.relative_to(ROOT).as_posix() for file in (ROOT / "docs").rglob("*.svg")}
     assert {name for name in others if not name.startswith("assets/")} == drawings | {
