@@ -176,6 +176,10 @@ class _Ranks:
     def initialize_from_config(self, configs: list[Any]) -> None:
         self.of_ranks = configs
 
+    def get_simple_cpu_offload_num_blocks(self) -> int:
+        """Since 0.33 workers report how many blocks they keep in host memory. Here they have no KV yet."""
+        return 1
+
     def compile_or_warm_up_model(self) -> None:
         """Nothing is compiled."""
 
@@ -201,6 +205,10 @@ def kv_cache_configs(config: Any, specs: dict[str, Any], ranks: int) -> tuple[An
     core: Any = object.__new__(EngineCore)
     core.vllm_config, core.model_executor = config, _Ranks(config, specs, ranks)
     of_scheduler = core._initialize_kv_caches(config)
+    if hasattr(cache, "simple_cpu_offload_num_blocks"):  # since 0.33
+        # Without a report the scheduler half counts by itself, as each worker does
+        # (v1/simple_kv_offload/manager.py: _derive_cpu_config).
+        cache.simple_cpu_offload_num_blocks = None
     return of_scheduler, core.model_executor.of_ranks[0]
 
 
