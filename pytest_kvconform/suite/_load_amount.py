@@ -39,13 +39,14 @@ class Ended(Protocol):
     def stuck(self) -> tuple[str, ...]: ...
 
 
-def due_end(subject: Subject, r: HandedOver, block: int) -> int:
+def due_end(subject: Subject, r: HandedOver, block: int, drops: bool = False) -> int:
     """Return the token of a prompt at which D's own computation begins at the latest, if the connector loads
     as much as it declares, or else all whole blocks of `block` tokens. D's own hit: no load is due.
 
     A load is a multiple of the granularity, or ends at one. D computes the last token in any case.
+    `drops`: see `due_end_of`.
     """
-    return due_end_of(subject, r.length, r.decode.local_tokens, block)
+    return due_end_of(subject, r.length, r.decode.local_tokens, block, drops)
 
 
 def due_end_of(subject: Subject, length: int, local: int, block: int, drops: bool = False) -> int:
@@ -61,9 +62,9 @@ def due_end_of(subject: Subject, length: int, local: int, block: int, drops: boo
     return end if end - local >= max(1, subject.min_load) else local
 
 
-def load_is_due(subject: Subject, r: HandedOver, block: int) -> bool:
-    """Whether the prompt is long enough for a load."""
-    return due_end(subject, r, block) > r.decode.local_tokens
+def load_is_due(subject: Subject, r: HandedOver, block: int, drops: bool = False) -> bool:
+    """Whether the prompt is long enough for a load. `drops`: see `due_end_of`."""
+    return due_end(subject, r, block, drops) > r.decode.local_tokens
 
 
 def loads(observed: Ended) -> bool:

@@ -31,14 +31,17 @@ class Loads:
         engines: tuple[EngineFacts, EngineFacts],
         loads_longer: Callable[[], bool],
         remark: str = "",
+        drafts: bool = False,
     ):
         """`engines`: P and D. `loads_longer`: whether D loads something of the cell's longest prompt.
-        `remark`: what is unusual about the cell, for the diagnosis where D loads nothing.
+        `remark`: what is unusual about the cell, for the diagnosis where D loads nothing. `drafts`: whether
+        the engines have a draft model. A store may drop the last block then, see `due_end_of`.
         """
         self.subject, self.requests, self.loads_longer = subject, requests, loads_longer
         self.remark = remark and f"; {remark}"
         self.sizes = engines[0].block_size, engines[1].block_size
         self.store = subject.is_store
+        self.drops = self.store and drafts
 
     @property
     def block(self) -> int:
@@ -50,7 +53,7 @@ class Loads:
         for r in self.requests:
             if r.decode.external_tokens:
                 self._check_load(r)
-            elif load_is_due(self.subject, r, self.block) and (
+            elif load_is_due(self.subject, r, self.block, self.drops) and (
                 declared_amount(self.subject) or not self.loads_longer()
             ):
                 raise Violation(self._nothing(r))
@@ -58,10 +61,14 @@ class Loads:
 
     def are_due(self, r: HandedOver) -> bool:
         """Whether D should load something of a prompt."""
-        return load_is_due(self.subject, r, self.block)
+        return load_is_due(self.subject, r, self.block, self.drops)
 
     def _lacks_a_block(self, r: HandedOver) -> bool:
-        return whole_blocks(r.length, self.block) > r.decode.local_tokens
+        return self._whole_blocks(r, self.block) > r.decode.local_tokens
+
+    def _whole_blocks(self, r: HandedOver, size: int) -> int:
+        """Return how many tokens of a prompt are in whole blocks that D should load or have."""
+        return whole_blocks(r.length, size) - self.drops * size
 
     def _too_short(self, r: HandedOver) -> str:
         """Return in words why it is no mistake that D loaded nothing for a request."""
@@ -69,7 +76,7 @@ class Loads:
         if not self._lacks_a_block(r):
             has = "D has every whole block" if r.decode.local_tokens else "there is no whole block"
             return f"D loaded nothing of the {r.length} tokens of {r.name}: {has} before the last token"
-        if declared and not load_is_due(self.subject, r, self.block):
+        if declared and not load_is_due(self.subject, r, self.block, self.drops):
             return f"{r.name} of {r.length} tokens is too short for a load: {declared} is declared"
         return (
             f"D loaded nothing for {r.name} of {r.length} tokens, {r.decode.local_tokens} of them in D's own "
@@ -109,7 +116,7 @@ class Loads:
             raise Blocked(f"depends on {case}", refused=bool(broken.finding.declined)) from None
         size = math.lcm(*self.sizes)
         for r in self.requests:
-            if r.decode.first_computed < (due := whole_blocks(r.length, size)):
+            if r.decode.first_computed < (due := self._whole_blocks(r, size)):
                 raise Violation(self._less(r, due, size))
 
     # ---- findings ------------------------------------------------------------------------------------------
@@ -122,7 +129,7 @@ class Loads:
             then = "recomputed the prompt" if first >= 0 else "computed nothing"
             raise Violation(self._finding(r, f"the load failed and D {then}", declined=False))
         declared = declared_amount(self.subject)
-        if declared and first < (due := due_end(self.subject, r, self.block)):
+        if declared and first < (due := due_end(self.subject, r, self.block, self.drops)):
             raise Violation(
                 self._finding(
                     r,
@@ -145,7 +152,7 @@ class Loads:
                 diagnosis="request_finished returned None for its params, so D does not know where the KV is",
                 declined="P handed nothing over",
             )
-        due = due_end(self.subject, r, self.block)
+        due = due_end(self.subject, r, self.block, self.drops)
         differs = f"D should compute no token before token {due}"
         if declared := declared_amount(self.subject):
             differs += f": {declared} is declared"
@@ -162,7 +169,8 @@ class Loads:
         return self._finding(
             r,
             f"get_num_new_matched_tokens announced {'nothing' if nothing else f'less than {whole}'}",
-            f"D should compute no token before token {due}, the end of the last whole block of {size} tokens",
+            f"D should compute no token before token {due}, the end of the last "
+            f"{'but one ' if self.drops else ''}whole block of {size} tokens",
             rule=ALL_WHOLE_BLOCKS,
         )
 

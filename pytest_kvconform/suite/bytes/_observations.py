@@ -16,7 +16,7 @@ from pytest_kvconform.result import Blocked, Finding, HarnessError, NotApplicabl
 from pytest_kvconform.rigs.bench import Bench
 from pytest_kvconform.rigs.bytes.handover import Received, TransferObservation
 from pytest_kvconform.rigs.bytes.messages import Check
-from pytest_kvconform.rigs.bytes.specs import alike, block_size, side_of, zygotes
+from pytest_kvconform.rigs.bytes.specs import alike, block_size, dropped_tokens, side_of, zygotes
 from pytest_kvconform.rigs.context import declared_addition, declared_amount
 from pytest_kvconform.rigs.scenario import Transfer, lengthened
 from pytest_kvconform.suite._load_amount import loads as loads_kv
@@ -68,6 +68,7 @@ def loads_of(bench: Bench, observed: TransferObservation, requests: Sequence[Rec
         (observed.prefiller, observed.decoder),
         lambda: loads_kv(_longest(bench, 0)),
         TWO_ZYGOTES if zygotes(bench.cell) == 2 else "",
+        drafts=bool(dropped_tokens(bench.cell, "D")),
     )
 
 

@@ -91,6 +91,7 @@ def loads_of(bench: Bench, observed: Observation) -> Loads:
         requests,
         (observed.prefiller, observed.decoder),
         lambda: loads_kv(_longest(bench, 0)),
+        drafts=load_families()[bench.cell.family].draft is not None,
     )
 
 
