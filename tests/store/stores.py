@@ -16,6 +16,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import (
     ReqMeta,
 )
 
+from tests.right_connectors.stores import WholeBlocks
+
 
 class Right(ExampleConnector):
     """Saves whole blocks when the last one is complete, finds them again, and loads what D lacks.
@@ -215,3 +217,18 @@ class OverwritesHits(Right):
 
     def part(self, tokens: torch.Tensor, name: str, first: int, is_store: bool) -> ReqMeta:
         return super().part(tokens, name, 0, is_store)
+
+
+class DropsWithADraft(WholeBlocks):
+    """No mistake: with a draft model it leaves out the last block, as vLLM's own prefix cache."""
+
+    drops = 1
+
+    def found(self, keys: list[str]) -> int:
+        return max(0, super().found(keys) - self.drops * self.drafts)
+
+
+class DropsTwoWithADraft(DropsWithADraft):
+    """Leaves out another block."""
+
+    drops = 2

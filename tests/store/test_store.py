@@ -19,6 +19,7 @@ from tests.helpers.fixtures import importable_from, must_be_installed
 from tests.helpers.wrong import Wrong, on
 
 HERE = Path(__file__).parent
+DRAFTED = "kimi_k2_5_eagle3"
 MODULES = {f"bytes/{name}" for name in ("start", "handover", "pool", "blocks")}
 
 
@@ -26,7 +27,7 @@ MODULES = {f"bytes/{name}" for name in ("start", "handover", "pool", "blocks")}
 def case_runner() -> Iterator[CaseRunner]:
     must_be_installed()
     with importable_from(HERE):
-        runner = CaseRunner("stores", "bytes", ("llama3_1_8b", "kimi_linear_48b"), "full")
+        runner = CaseRunner("stores", "bytes", ("llama3_1_8b", "kimi_linear_48b", DRAFTED), "full")
         yield runner
         assert runner.close() == []
 
@@ -126,6 +127,24 @@ def test_a_wrong_store_fails_in_one_sentence(run_cases: Callable[..., CellRun], 
     [(case, pattern)] = wrong.fails.items()
     assert {name.partition("[")[0] for name in run.failed} == {case}
     assert re.search(pattern, next(iter(run.findings.values())).diagnosis)
+
+
+@pytest.mark.parametrize(
+    ("store", "fails"),
+    [
+        ("tests.right_connectors.stores:WholeBlocks", set()),
+        ("DropsWithADraft", set()),
+        ("DropsTwoWithADraft", {f"d_loads_all_whole_blocks[{name}]" for name in ("n55", "hit1")}),
+    ],
+)
+def test_with_a_draft_a_store_may_drop_the_last_block(
+    run_cases: Callable[..., CellRun], store: str, fails: set[str]
+) -> None:
+    run = run_cases(store, DRAFTED, topology="P2D2", matrix="quick", variants="n17 n55 hit1")
+    assert run.failed == fails, run.findings
+    assert moved(run)
+    for finding in run.findings.values():
+        assert "the end of the last but one whole block" in finding.differs
 
 
 def test_vllms_example_connector_needs_no_configuration(case_runner: CaseRunner) -> None:
