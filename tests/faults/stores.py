@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
@@ -16,6 +17,8 @@ from tests.right_connectors.stores import InMemory, LooksUpInTheBackground, Orde
 
 STEP_S = 0.005  # for each step that a load is late which the step waits for
 LATER = 8  # steps, while another load is still under way
+FAILS_FIRST = 20  # tokens of the prompt whose load is to fail
+WAITS = 5  # questions about the other prompt before its answer; the first load has failed by then
 
 
 class _Hooked(FaultHook):
@@ -146,6 +149,20 @@ class WritesAfterFailure(BetweenSteps):
     def fail(self, id: str, parts: list[Part]) -> None:
         super().fail(id, parts)
         self.delayed.append((LATER, _WithinStart(target=self.load, args=(parts,))))
+
+
+class WritesIntoFreedBlocks(WritesAfterFailure):
+    """The same. The other request gets its blocks when those of the failed load are free again."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any):
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.asked: Counter[str] = Counter()
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        self.asked[request.request_id] += 1
+        if request.num_tokens > FAILS_FIRST and self.asked[request.request_id] <= WAITS:
+            return None, False
+        return super().get_num_new_matched_tokens(request, num_computed_tokens)
 
 
 class NeverEndsASave(InTheStep):

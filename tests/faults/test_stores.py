@@ -111,10 +111,13 @@ WRONG = [
         {"every_request_ends[failed]": "the failure of one request ends others, too"},
         variants="failed slow",
     ),
-    Wrong(
-        "WritesAfterFailure",
-        {"nothing_is_written_after_a_failed_load[failed]": "while one of its transfers was still under way"},
-        variants="failed slow",
+    *(
+        Wrong(
+            late,
+            {"nothing_is_written_after_a_failed_load[failed]": "one of its transfers was still under way"},
+            variants="failed slow",
+        )
+        for late in ("WritesAfterFailure", "WritesIntoFreedBlocks")
     ),
     Wrong(
         "NeverEndsASave",
