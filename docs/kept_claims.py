@@ -13,7 +13,7 @@ from pytest_kvconform.claims import SEEDS
 from pytest_kvconform.report.document import FILE
 
 FOLDER = Path(__file__).parent / "claims"
-ARCHIVE = "reports.tar.xz"  # in the folder of a claim: its three reports
+ARCHIVE = "reports.tar.xz"  # of the reports of a folder
 HEAD = ("vLLM", "suite", "day", "tiers", "verdict", "cases", "badges")
 WORDS = {
     "PASS": "pass",
@@ -25,7 +25,7 @@ WORDS = {
 
 
 def folders() -> list[Path]:
-    """Return the folder of each claim."""
+    """Return the folder of each claim, and of each run that is kept instead of one."""
     return sorted(path for path in FOLDER.glob("*/vllm-*"))
 
 
@@ -37,7 +37,7 @@ def reports(folder: Path) -> dict[str, bytes]:
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
-    """Return the reports of a claim in the order of their seeds. A run of some tiers has one."""
+    """Return the reports of a folder in the order of their seeds: three of a claim, one of a run."""
     found = reports(folder)
     return [json.loads(found[name]) for seed in SEEDS if (name := f"seed-{seed}/{FILE}") in found]
 

@@ -19,7 +19,10 @@ from model_matrix import load_families, load_geometries
 DOCS = Path(__file__).parent
 FILE = DOCS / "matrix.svg"
 MINOR = "vllm-0.32"
-PANELS = {"reference_connector": "Reference connector", "NixlConnector": "NixlConnector of vLLM 0.32"}
+PANELS = {
+    "reference_connector": "Reference connector",
+    "NixlConnector": f"NixlConnector of {MINOR.replace('vllm-', 'vLLM ')}",
+}
 NAMES, WIDTH, HEIGHT, GAP, TOP = 210, 48, 22, 18, 62  # pixels: row names, cells, between panels, headings
 RIGHT, WRONG, NONE = "#2c6e1f", "#b3261e", "#eee"  # white text can be read on the first two
 INK = "#222"

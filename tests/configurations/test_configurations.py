@@ -9,12 +9,14 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from pytest_kvconform.rigs.vllm_setup import engine_config
 from tests.configurations import FOLDER
 from tests.configurations.comparison import (
     RIGS,
@@ -79,3 +81,13 @@ def test_each_listed_field_differs(differences):
     """A reason that excuses nothing on any minor is not true any more."""
     unused = [field.paths for field in load_differences().fields if not any(map(field.excuses, differences))]
     assert not unused
+
+
+def test_the_engine_core_asks_its_workers_nothing_else():
+    """vLLM's engine core asks for some facts only if a connector of a certain name is configured."""
+    source = (VLLM / "v1" / "engine" / "core.py").read_text("utf-8")
+    _, source = source.split("def _initialize_kv_caches(", 1)
+    source = source.split("\n    def ", 1)[0]
+    asked = set(re.findall(r"self\.model_executor\.(\w+)", source))
+    assert len(asked) > 2
+    assert {name for name in asked if not hasattr(engine_config._Ranks, name)} == set()
