@@ -95,6 +95,9 @@ def served(*transfers: str) -> dict[str, str]:
     }
 
 
+WRITTEN_LATE = {
+    "nothing_is_written_after_a_failed_load[failed]": "while one of its transfers was still under way"
+}
 WRONG = [
     Wrong("ServesWhatFailed", served("failed", RECOMPUTED), variants=f"failed {RECOMPUTED} slow"),
     Wrong("ServesWhatFailedInMemory", served("failed", RECOMPUTED), variants=f"failed {RECOMPUTED} slow"),
@@ -111,14 +114,8 @@ WRONG = [
         {"every_request_ends[failed]": "the failure of one request ends others, too"},
         variants="failed slow",
     ),
-    *(
-        Wrong(
-            late,
-            {"nothing_is_written_after_a_failed_load[failed]": "one of its transfers was still under way"},
-            variants="failed slow",
-        )
-        for late in ("WritesAfterFailure", "WritesIntoFreedBlocks")
-    ),
+    Wrong("WritesAfterFailure", WRITTEN_LATE, variants="failed slow"),
+    Wrong("WritesIntoFreedBlocks", WRITTEN_LATE, variants="failed slow"),
     Wrong(
         "NeverEndsASave",
         {
