@@ -17,7 +17,6 @@ known failure matches it; the reason then names the issue.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Literal
 
@@ -32,9 +31,7 @@ WORKS_THOUGH_UNSUPPORTED = "KV-DECLARE-002"
 WRONG_THOUGH_UNSUPPORTED = "KV-DECLARE-003"
 UNEQUAL_SIZES = "tp-heterogeneous"
 AND_THE_CASE = ", and the case "  # after it: why the case was BLOCKED, before the declaration was applied
-# Reasons of a case that was BLOCKED because another case of its cell failed.
-_DEPENDS_ON = re.compile(r"depends on |an engine of \S+ failed before")
-_DEPENDS_ON_CELL = re.compile(r"depends on kv::\S+::engines_start\[|an engine of \S+ failed before")
+_START = "engines_start"  # the case on which all cases of a cell depend
 # "not selected": no case that ran tests the feature, and cases that were left out need it
 Observed = Literal["works", "fails", "refused", "blocked", "not looked at", "not selected"]
 
@@ -124,7 +121,7 @@ def _apply_unsupported(result: CaseResult, criteria: Criteria) -> CaseResult:
     elif result.outcome is Outcome.FAIL or (result.outcome is Outcome.BLOCKED and result.refused):
         refusal = (result.finding.diagnosis or result.finding.happened) if result.finding else ""
         observed = f", and the connector refused it{f': {refusal}' if refusal else ''}"
-    elif result.outcome is Outcome.BLOCKED and _blocked_by(own_reason, lacking):
+    elif result.outcome is Outcome.BLOCKED and _is_due_to(result, lacking):
         observed = f"{AND_THE_CASE}{own_reason}"
     else:
         # a case that was blocked or not applicable for another reason shows nothing about the declaration
@@ -138,14 +135,15 @@ def _apply_unsupported(result: CaseResult, criteria: Criteria) -> CaseResult:
     )
 
 
-def _blocked_by(reason: str, names: Sequence[str]) -> bool:
-    """Whether the reason of a BLOCKED case says that another case failed which needs one of these features.
+def _is_due_to(result: CaseResult, names: Sequence[str]) -> bool:
+    """Whether a BLOCKED case depends on another case which failed and needs one of these features.
 
     All cases of a cell need the features of the cell. Cases of one variant need the same features.
     """
-    if _DEPENDS_ON_CELL.match(reason):
+    case, _, _ = result.depends_on.partition("[")
+    if result.depends_on == str(result.cell) or case.endswith(f"::{_START}"):
         return any(features.load()[name].of_cell_alone for name in names)
-    return _DEPENDS_ON.match(reason) is not None
+    return bool(result.depends_on)
 
 
 def _needs_no_split(name: str, result: CaseResult) -> bool:

@@ -39,9 +39,11 @@ class CaseEnd(msgspec.Struct, frozen=True, kw_only=True):
     finding: Finding | None = None  # of FAIL
     reason: str = ""  # one sentence, of BLOCKED, NOT-APPLICABLE and HARNESS
     refused: bool = False  # the connector declined cleanly: see `result.CaseResult`
+    depends_on: str = ""  # of BLOCKED: what failed before, see `result.Blocked`
     defect: str = ""  # of HARNESS: the traceback
     # The connector has waited for reports of its own workers, which the workers of the case cannot make.
     unheard: bool = False
+    waited_for: str = ""  # what the case has waited for in vain for seconds: requests, saves, `RELEASES`
     ends_run: bool = False  # a process was killed: no later case of this pytest process runs
 
 
@@ -78,7 +80,9 @@ def end_of(error: BaseException) -> CaseEnd:
         return CaseEnd(outcome=Outcome.FAIL, finding=finding, refused=bool(finding.declined))
     if isinstance(error, Blocked):
         reason = message_of(error) or "no reason was given"
-        return CaseEnd(outcome=Outcome.BLOCKED, reason=reason, refused=error.refused)
+        return CaseEnd(
+            outcome=Outcome.BLOCKED, reason=reason, refused=error.refused, depends_on=error.depends_on
+        )
     if isinstance(error, NotApplicable):
         return CaseEnd(outcome=Outcome.NOT_APPLICABLE, reason=message_of(error), refused=error.refused)
     defect = utf8("".join(traceback.format_exception(error)))
@@ -92,9 +96,10 @@ def error_of(end: CaseEnd) -> Exception:
     """The exception with which something ended in another process: the inverse of `end_of`."""
     if end.finding is not None:
         return Violation(end.finding)
-    kinds = {Outcome.BLOCKED: Blocked, Outcome.NOT_APPLICABLE: NotApplicable}
-    if end.outcome in kinds:
-        return kinds[end.outcome](end.reason, refused=end.refused)
+    if end.outcome is Outcome.BLOCKED:
+        return Blocked(end.reason, end.refused, end.depends_on)
+    if end.outcome is Outcome.NOT_APPLICABLE:
+        return NotApplicable(end.reason, end.refused)
     return HarnessError(f"{end.reason}\n{end.defect}")
 
 

@@ -99,6 +99,7 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
     level: Level | Literal[""] = ""  # of the verdict; "": written by a suite that had no levels
     # the connector declined cleanly: it reported so, delivered no wrong byte, did not die or hang
     refused: bool = False
+    depends_on: str = ""  # of BLOCKED: what failed before, see `Blocked`
     case_outcome: Outcome | None = None  # outcome of the case, if applying the declaration changed it
     declaration_rule: str = ""  # KV-DECLARE rule that is broken
 
@@ -127,12 +128,19 @@ class Blocked(Exception):
 
     The message names what is missing or which case failed.
 
-    `refused`: that other case failed because the connector declined cleanly, see Violation.
+    `refused`: that other case failed because the connector declined cleanly, see Violation. `depends_on`:
+    what failed before, and is reported elsewhere: the id of a case or of a rule, or a cell whose engines
+    failed. "": nothing did.
     """
 
-    def __init__(self, message: str = "", refused: bool = False):
+    def __init__(self, message: str = "", refused: bool = False, depends_on: str = ""):
         super().__init__(message)
-        self.refused = refused
+        self.refused, self.depends_on = refused, depends_on
+
+
+def blocked_by(case: str, why: str = "", refused: bool = False) -> Blocked:
+    """The Blocked of a case that needs what another one checks, which failed. `case`: its id."""
+    return Blocked(f"depends on {case}" + (f": {why}" if why else ""), refused, case)
 
 
 class NotApplicable(Exception):

@@ -219,9 +219,11 @@ def _word_and_sentence(
             key=lambda reason: -sum(result.reason == reason for result in blocked),
         )
         more = f" (and {len(reasons) - 1} other reasons)" if len(reasons) > 1 else ""
+        depends = any(result.depends_on for result in blocked if result.reason == reasons[0])
+        here = "" if depends else " here"  # the cause is not this machine, if another case failed
         return (
             "INCOMPLETE",
-            f"{len(blocked)} of {_count_cases(len(results))} could not run here: {reasons[0]}{more}",
+            f"{len(blocked)} of {_count_cases(len(results))} could not run{here}: {reasons[0]}{more}",
         )
     passed, known = of(Outcome.PASS), of(Outcome.KNOWN)
     here = f" in shard {criteria.shard} alone" if criteria and criteria.shard else ""

@@ -123,6 +123,7 @@ class CaseItem(pytest.Item):
             finding=end.finding,
             evidence=end.evidence,
             refused=end.refused,
+            depends_on=end.depends_on,
             seconds=round(time.perf_counter() - started, 3),
         )
         self.result = self.runner.apply_declaration(one, result)

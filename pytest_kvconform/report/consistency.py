@@ -24,8 +24,8 @@ from pytest_kvconform.result import Outcome
 from pytest_kvconform.verdict import Cause, Verdict
 
 _DIFFERS = "subject.{} differs from the settings of the report"
-# the reason of a case that was blocked, because another case found that the cell was refused or failed
-_DEPENDS_ON = re.compile(r"depends on (kv::\S+::(?:engines_start|completes)\[[^\]]+\])")
+# cases that find whether the engines of a cell, or one hand-over, were refused or failed
+_FINDS = re.compile(r"kv::[^\s\[]+::(?:engines_start|completes)\[[^\]]+\]")
 
 
 def inconsistencies(report: Report) -> list[str]:
@@ -144,14 +144,15 @@ def _as_written(entry: KnownFailure) -> KnownFailure:
 def _check_refusals(report: Report) -> Iterator[str]:
     """Yield a sentence for each result whose `refused` does not follow from the report.
 
-    The finding of a refusal tells how the connector declined. The reason of a case that was blocked by a
-    refusal names the case that has this finding.
+    The finding of a refusal tells how the connector declined. A case that was blocked by a refusal depends
+    on the case that has this finding.
     """
     results = {result.id: result for result in report.results}
     for result in report.results:
         outcome = result.case_outcome or result.outcome
-        match = _DEPENDS_ON.match(result.reason) if outcome is Outcome.BLOCKED else None
-        on, because = (match[1], result.reason[match.end() :].removeprefix(": ")) if match else ("", "")
+        blocked = outcome is Outcome.BLOCKED and _FINDS.fullmatch(result.depends_on)
+        on = result.depends_on if blocked else ""
+        because = result.reason.partition(on)[2].removeprefix(": ") if on else ""
         first = results.get(on)
         if outcome is Outcome.FAIL:
             refused = bool(result.finding and result.finding.declined)

@@ -20,6 +20,7 @@ from pytest_kvconform.declaration import version
 from pytest_kvconform.plan import Plan
 from pytest_kvconform.report.digest import KEY, digest
 from pytest_kvconform.report.files import write_file
+from pytest_kvconform.report.older import with_fields
 from pytest_kvconform.report.origin import commits
 from pytest_kvconform.report.origin.manifest import Manifest, of_cases
 from pytest_kvconform.result import CaseResult
@@ -283,4 +284,4 @@ def read(path: Path) -> Report:
     named = {name for result in report.results for name in result.features}
     if strange := sorted((named | report.subject.features.keys()) - features.load().keys()):
         raise BadReport(f"{path}: the suite has no feature {strange[0]!r}")
-    return report
+    return msgspec.structs.replace(report, results=tuple(map(with_fields, report.results)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -18,7 +17,6 @@ from pytest_kvconform.verdict import Cause, LevelVerdict
 Line = tuple[str, dict[str, bool]]  # text, and how the terminal shows it
 
 _MOST_LINES = 32  # under the headline; violations get the lines that the other parts leave free
-_DEPENDS_ON = re.compile(r"depends on (kv::[^\s:]+::\w+(?:\[[^\]]+\])?)")  # the reason of a blocked case
 _MOST_ROWS, _MOST_PAIRS, _MOST_WRONG, _MOST_VIOLATIONS = 7, 3, 2, 4
 _GROUPS = (
     (Outcome.FAIL, "violation"),
@@ -78,7 +76,7 @@ def summary(report: Report, report_path: str, width: int, unicode: bool) -> list
     ]
     below += [(f"again: {command}", {}) for command in _again(report)]
     below += [(f"trouble: {sentence}", {"red": True}) for sentence in report.troubles[:1]]
-    below.append((_shown(verdict.headline), {_COLOURS[verdict.word]: True, "bold": True}))
+    below.append((verdict.headline, {_COLOURS[verdict.word]: True, "bold": True}))
     below.append((f"report: {report_path}", {}))
     room = _MOST_LINES - len(above) - len(below) - 1
     lines = above + _causes(verdict.causes, *_GROUPS[0], max(1, min(room, _MOST_VIOLATIONS))) + below
@@ -122,20 +120,14 @@ def to_ascii(text: str) -> str:
     return text.replace("\u00b7", ".").encode("ascii", "replace").decode("ascii")
 
 
-def _shown(sentence: str) -> str:
-    """Return the sentence of a verdict, without "here" if cases did not run because another case failed: then
-    the cause is not this machine.
-    """
-    return sentence.replace(" could not run here: depends on ", " could not run: depends on ")
-
-
 def _again(report: Report) -> list[str]:
     """Return the command that runs the case on which the most blocked cases depend, if this run did not."""
     done = {result.id for result in report.results}
+    depends_on = {result.id: result.depends_on for result in report.results}
     for cause in report.verdict.causes:
-        match = _DEPENDS_ON.search(cause.sentence) if cause.outcome is Outcome.BLOCKED else None
-        if match and not _names(match[1], done) and _names(match[1], report.selection.manifest):
-            return [rerun_command(settings_of(report), match[1])]
+        case = depends_on[cause.ids[0]] if cause.outcome is Outcome.BLOCKED else ""
+        if case and not _names(case, done) and _names(case, report.selection.manifest):
+            return [rerun_command(settings_of(report), case)]
     return []
 
 
@@ -160,7 +152,7 @@ def _levels(levels: Sequence[LevelVerdict], width: int, sentence: str) -> list[L
         text = f"level {one.name.ljust(names)}  {one.word.ljust(words)}  {counts}"
         lines.append((_cut(text, width), {colour: True} if (colour := _COLOURS[one.word]) else {}))
         if one.word not in ("CONFORMS", "VIOLATES") and one.sentence != sentence:
-            lines.append((_cut(f"  {' '.join(_shown(one.sentence).split())}", width), {}))
+            lines.append((_cut(f"  {' '.join(one.sentence.split())}", width), {}))
     return lines + ([(f"level {', '.join(others)}: not run", {})] if ran and others else [])
 
 

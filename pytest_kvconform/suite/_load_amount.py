@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from pytest_kvconform.rigs.context import LONGER
-from pytest_kvconform.rigs.engine.messages import Trace
+from pytest_kvconform.rigs.engine.messages import Trace, Unfinished
 from pytest_kvconform.subject import Subject
 
 
@@ -36,7 +36,7 @@ class Ended(Protocol):
     @property
     def failed(self) -> object: ...
     @property
-    def stuck(self) -> tuple[str, ...]: ...
+    def stuck(self) -> tuple[Unfinished, ...]: ...
 
 
 def due_end(subject: Subject, r: HandedOver, block: int, drops: bool = False) -> int:

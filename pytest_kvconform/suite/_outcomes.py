@@ -6,6 +6,7 @@ from typing import Protocol
 
 from pytest_kvconform.result import Blocked, Finding, Violation
 from pytest_kvconform.rigs.engine.handle import SUITE, EngineFailed
+from pytest_kvconform.rigs.engine.messages import LOADING, Unfinished, listed
 
 
 class Ended(Protocol):
@@ -16,7 +17,7 @@ class Ended(Protocol):
     @property
     def excuse(self) -> str: ...
     @property
-    def stuck(self) -> tuple[str, ...]: ...
+    def stuck(self) -> tuple[Unfinished, ...]: ...
     @property
     def logged(self) -> tuple[str, ...]: ...
     @property
@@ -45,11 +46,11 @@ def check_all_ended(observed: Ended) -> None:
         raise Violation(
             Finding(
                 rule="KV-HANDOVER-001",
-                happened=f"{'; '.join(observed.stuck)} after {observed.request_s:.0f} s",
+                happened=f"{listed(observed.stuck)} after {observed.request_s:.0f} s",
                 diagnosis=last_logged_exception(observed)
                 or (
                     "the connector never reported the load as finished"
-                    if "REMOTE" in observed.stuck[0]
+                    if observed.stuck[0].status == LOADING
                     else ""
                 ),
                 log=observed.logged,

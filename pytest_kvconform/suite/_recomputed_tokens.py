@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from pytest_kvconform.result import Blocked, Evidence, Finding, NotApplicable, Violation
+from pytest_kvconform.result import Evidence, Finding, NotApplicable, Violation, blocked_by
 from pytest_kvconform.rigs.context import declared_amount
 from pytest_kvconform.rigs.engine.messages import EngineFacts
 from pytest_kvconform.subject import Subject
@@ -113,7 +113,7 @@ class Loads:
         try:
             self.check()
         except Violation as broken:
-            raise Blocked(f"depends on {case}", refused=bool(broken.finding.declined)) from None
+            raise blocked_by(case, refused=bool(broken.finding.declined)) from None
         size = math.lcm(*self.sizes)
         for r in self.requests:
             if r.decode.first_computed < (due := self._whole_blocks(r, size)):

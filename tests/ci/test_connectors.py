@@ -53,6 +53,7 @@ def test_commands_are_those_of_make(page: ModuleType) -> None:
 def test_a_row_counts_a_report(runs: ModuleType) -> None:
     def result(name: str, outcome: str, reason: str = "", **more: object) -> dict[str, object]:
         one = {"id": f"kv::bytes/pool::{name}[a-P1D1]", "outcome": outcome, "rule": "R", "reason": reason}
+        one["depends_on"] = reason.removeprefix("depends on ")
         return one | {"declaration_rule": "", "finding": None} | more
 
     results = [

@@ -215,6 +215,7 @@ def test_a_blocked_case_names_the_case_that_it_depends_on(declined: str, called:
         outcome=Outcome.BLOCKED,
         cell=cell,
         reason=f"depends on {start.id}: {other}{sentence}",
+        depends_on=start.id,
         refused=called,
     )
     ids = [start.id, stands.id]

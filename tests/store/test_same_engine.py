@@ -11,6 +11,7 @@ import pytest
 
 from pytest_kvconform.result import Blocked, Violation
 from pytest_kvconform.rigs.context import SubjectFacts
+from pytest_kvconform.rigs.engine.messages import Unfinished
 from pytest_kvconform.settings import Settings
 from pytest_kvconform.subject import resolve
 from pytest_kvconform.suite.bytes import handover
@@ -183,7 +184,7 @@ def test_a_hang_is_blocked_while_the_suites_own_copy_engine_has_copies_to_make(
     monkeypatch: pytest.MonkeyPatch, left: int
 ) -> None:
     """A GPU would have made them. With no copy left, nobody but the connector can end the wait."""
-    stuck = ("P's request is RUNNING",)
+    stuck = (Unfinished("P", "RUNNING"),)
     observed = SimpleNamespace(
         stuck=stuck, excuse="", failed=None, request_s=30.0, logged=(), copies_left=left
     )

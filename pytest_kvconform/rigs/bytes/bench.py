@@ -8,7 +8,7 @@ from dataclasses import replace
 from model_matrix import load_geometries
 from model_matrix.geometries import State
 from pytest_kvconform.kv_config import TURN_S
-from pytest_kvconform.result import Blocked, Cell, NotApplicable
+from pytest_kvconform.result import Blocked, Cell, NotApplicable, blocked_by
 from pytest_kvconform.rigs.bytes.handle import ByteEngineHandle
 from pytest_kvconform.rigs.bytes.handover import TransferObservation, observe_transfer
 from pytest_kvconform.rigs.bytes.messages import ByteEngineSpec
@@ -23,6 +23,7 @@ from pytest_kvconform.rigs.engine.release import is_full
 from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.processes.place import Place
 from pytest_kvconform.rigs.scenario import Transfer
+from pytest_kvconform.rigs.vllm_setup.kv_cache_specs import NO_STATES, unified_in_vain
 
 # Times the deadline of a call: one call may compare hundreds of megabytes, and name
 # what millions of wrong words share.
@@ -34,6 +35,11 @@ LONG = "long"  # the pair of a cell whose pools have room for longer prompts
 def call_deadline(context: RunContext) -> float:
     """Seconds that one call of a byte engine may take."""
     return SLOW_CALLS * context.deadlines.call
+
+
+def blocked_by_start(cell: Cell, failed: EngineFailed) -> Blocked:
+    """The Blocked of a case whose engines did not start."""
+    return blocked_by(f"kv::bytes/start::engines_start[{cell}]", failed.sentence, failed.declined)
 
 
 def _word(longer: int, fake: str) -> str:
@@ -55,8 +61,8 @@ class ByteBench:
         # Cells whose engines cannot start for a reason that is not the connector's fault: what to raise, and
         # the reason. The key None means all cells.
         self._excused: dict[Cell | None, tuple[type[Exception], str]] = {}
-        # Cells in which no further transfer runs: the reason, and whether the connector declined cleanly.
-        self._over: dict[Cell, tuple[str, bool]] = {}
+        # Cells in which no further transfer runs: what the Blocked of each is made with.
+        self._over: dict[Cell, tuple[str, bool, str]] = {}
 
     def observe(self, cell: Cell, transfer: Transfer, longest: int, longer: int = 0) -> TransferObservation:
         """The observation of a transfer in a cell; runs it on first use.
@@ -64,21 +70,19 @@ class ByteBench:
         `longest` is the largest number of tokens at once in this cell. `longer`: tokens that the prompts
         have beyond those of the cell's transfers; such transfers have a pair of engines of their own.
 
-        Raises Blocked if the transfer cannot
-        run, or if an earlier transfer of the cell was refused after a long wait, or did not end.
+        Raises Blocked if the transfer cannot run, or if an earlier transfer of the cell was refused after a
+        long wait, or did not end.
         """
         key, word = (cell, transfer.name, longer), _word(longer, transfer.fake)
         if key not in self._observations:
             self._require_alike(cell)
             self.context.require_known_handover("byte", store=True, alone=True)
             if cell in self._over:
-                reason, declined = self._over[cell]
-                raise Blocked(reason, refused=declined)
+                raise Blocked(*self._over[cell])
             try:
                 p, d = self._engines(cell, longest, word, transfer.fake)
             except EngineFailed as failed:
-                on = f"depends on kv::bytes/start::engines_start[{cell}]: {failed.sentence}"
-                raise Blocked(on, refused=failed.declined) from None
+                raise blocked_by_start(cell, failed) from None
             soon = Deadline(REFUSAL_S, (p.process.watched, d.process.watched), look=True)
             found = self._observe(transfer, p, d, self.context.deadlines)
             late = soon.over()
@@ -86,15 +90,15 @@ class ByteBench:
                 for other in {"", LONG, word}:
                     self.pairs.end(cell, other)
                 if not found.refused:
-                    with self.control.broken(cell, lambda why: self._over.update({cell: (why, False)})):
+                    with self.control.broken(cell, lambda why: self._over.update({cell: (why, False, "")})):
                         found = replace(found, excuse=self._excuse(cell, transfer, longest, longer, found))
                 if not found.excuse:
                     self.context.note("request", bool(found.stuck))
                     self.context.note("call", found.failed is not None and found.failed.how == "hung")
-                on = f"depends on kv::bytes/handover::completes[{cell}-{transfer}]"
+                on = "" if found.excuse else f"kv::bytes/handover::completes[{cell}-{transfer}]"
                 refused = found.refused and not found.stuck
                 if late if refused else self.control.is_over(cell, found, found.excuse):
-                    self._over[cell] = found.excuse or on, found.declined
+                    self._over[cell] = found.excuse or f"depends on {on}", found.declined, on
             elif is_full(p, needed_blocks(cell, "P", longest)):
                 self.pairs.end(cell, word)
             self._observations[key] = found
@@ -110,8 +114,7 @@ class ByteBench:
         if (cell, transfer) not in self._turns:
             self.context.require_known_handover("byte")
             if cell in self._over:
-                reason, declined = self._over[cell]
-                raise Blocked(reason, refused=declined)
+                raise Blocked(*self._over[cell])
             word, turn = f"turns-{transfer.name}", transfer.turn
             assert turn is not None
             turn_s = TURN_S if turn.late else 0.0
@@ -130,8 +133,7 @@ class ByteBench:
             try:
                 found = run(*self._pair(cell, spec, word), self.context.deadlines)
             except EngineFailed as failed:
-                on = f"depends on kv::bytes/start::engines_start[{cell}]: {failed.sentence}"
-                raise Blocked(on, refused=failed.declined) from None
+                raise blocked_by_start(cell, failed) from None
             finally:
                 self.pairs.end(cell, word)
             if found.failed or found.stuck:
@@ -227,14 +229,13 @@ class ByteBench:
     def _note_excuse(self, cell: Cell, failed: EngineFailed) -> None:
         """Note the reason if engines did not start and that is not the connector's fault."""
         subject, facts = self.context.subject, self.context.facts
-        reason = failed.sentence.partition("did not start: ")[2] or failed.sentence
+        reason = failed.reason or failed.sentence
         if subject.lacks(facts.device):
             self._excused[None] = (
                 Blocked,
                 f"{subject.connector} does not start where vLLM runs on {facts.device}: {reason}",
             )
         states = any(isinstance(kind, State) for kind in load_geometries()[cell.family].kinds.values())
-        unified = failed.how == "refused" and "KV cache specs to one unified type" in reason
+        unified = failed.how == "refused" and unified_in_vain(failed.frames)
         if subject.is_store and states and not facts.supports_hma and unified:
-            why = "does not inherit SupportsHMA, and without it vLLM starts no model with states"
-            self._excused[cell] = NotApplicable, f"{facts.name} {why}: {reason}"
+            self._excused[cell] = NotApplicable, f"{facts.name} {NO_STATES}: {reason}"

@@ -15,7 +15,16 @@ from pytest_kvconform.rigs.bytes.handle import ByteEngineHandle
 from pytest_kvconform.rigs.bytes.messages import ByteRequest, Check, shared_owners
 from pytest_kvconform.rigs.context import Deadlines
 from pytest_kvconform.rigs.engine.handle import EngineFailed, logged
-from pytest_kvconform.rigs.engine.messages import ON_D, ON_P, EngineFacts, Output, Trace, Usage
+from pytest_kvconform.rigs.engine.messages import (
+    ON_D,
+    ON_P,
+    EngineFacts,
+    Output,
+    Trace,
+    Unfinished,
+    Usage,
+    listed,
+)
 from pytest_kvconform.rigs.engine.release import Release, tokens_of_others, until_released, until_saved
 from pytest_kvconform.rigs.engine.router import decode_params, early_params, prefill_params
 from pytest_kvconform.rigs.processes.cores import Deadline
@@ -59,7 +68,7 @@ class TransferObservation:
     failed_beside: int = 0  # requests that ran on D beside the load, and ended with an error
     failed: EngineFailed | None = None
     excuse: str = ""  # if one failed: how the same fails without the connector, see `engine.control`
-    stuck: tuple[str, ...] = ()
+    stuck: tuple[Unfinished, ...] = ()
     copies_left: int = 0  # in the suite's copy engine, if a request is stuck
     logged: tuple[str, ...] = ()
     calls: tuple[HookCall, ...] = ()  # the last ones of P and D
@@ -261,7 +270,7 @@ def _warm(
                     pass
                 running.append(warm.id)
             elif stuck := until_finished(d, p, [warm.id], {}, deadline):
-                raise HarnessError(f"D did not compute a prefix of {transfer} by itself: {'; '.join(stuck)}")
+                raise HarnessError(f"D did not compute a prefix of {transfer} by itself: {listed(stuck)}")
     if any(tokens):
         d.poison(keep_cache=True)
     return running
@@ -333,10 +342,10 @@ def until_finished(
     names: list[str],
     ends: dict[str, Output],
     deadline: Deadline,
-) -> tuple[str, ...]:
+) -> tuple[Unfinished, ...]:
     """Step both engines until requests of the first have ended.
 
-    Returns the status of requests that have not ended by the deadline.
+    Returns the requests that have not ended by the deadline.
     """
     waiting = set(names) - ends.keys()
     while waiting:
@@ -346,10 +355,7 @@ def until_finished(
                     ends[output.id] = output
                     waiting.discard(output.id)
         if waiting and deadline.over():
-            stuck = tuple(
-                f"{engine.role}'s request is {engine.trace(name).status or 'not scheduled'}"
-                for name in sorted(waiting)
-            )
+            stuck = tuple(Unfinished(engine.role, engine.trace(name).status) for name in sorted(waiting))
             for name in waiting:
                 engine.abort(name)
             return stuck

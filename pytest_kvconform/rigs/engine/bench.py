@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from model_matrix import CheckpointError, ensure_checkpoint, load_families, speculative_config
-from pytest_kvconform.result import Blocked, Cell, HarnessError
+from pytest_kvconform.result import Blocked, Cell, HarnessError, blocked_by
 from pytest_kvconform.rigs.context import Deadlines, RunContext
 from pytest_kvconform.rigs.engine.control import (
     WITHOUT,
@@ -85,8 +85,8 @@ class EngineBench:
             try:
                 pair = self.engines(cell, longer)
             except EngineFailed as failed:
-                on = f"depends on kv::engine/start::engines_start[{cell}]: {failed.sentence}"
-                raise Blocked(on, refused=failed.declined) from None
+                case = f"kv::engine/start::engines_start[{cell}]"
+                raise blocked_by(case, failed.sentence, failed.declined) from None
             plain = scenario.due and not scenario.abort and not self.control.hangs[cell]
             first = [] if self._introduced is pair or plain else [INTRODUCTION]
             for one in [*(lengthened(one, longer) for one in first), scenario]:
@@ -178,7 +178,7 @@ class EngineBench:
             if hung(observed):
                 self.context.hanging.add(cell)
         if self.control.is_over(cell, observed, excuse, 1 if scenario.name == INTRODUCTION.name else HANGS):
-            failed = observed.failed.sentence if observed.failed else observed.stuck[0]
+            failed = observed.failed.sentence if observed.failed else str(observed.stuck[0])
             self._dead[cell] = excuse or failed
             if excuse or hung(observed):
                 self._slow[cell] = self._dead[cell]
@@ -240,7 +240,8 @@ class EngineBench:
 
     def _refuse_dead(self, cell: Cell) -> None:
         if cell in self._dead:
-            raise Blocked(f"an engine of {cell} failed before: {self._dead[cell]}")
+            failed = f"an engine of {cell} failed before: {self._dead[cell]}"
+            raise Blocked(failed, depends_on=str(cell))
         if len(self._slow) >= DEAD_CELLS:
             raise Blocked(
                 f"engines of {len(self._slow)} cells failed before, last: {list(self._slow.values())[-1]}"

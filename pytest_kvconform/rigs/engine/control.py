@@ -18,7 +18,7 @@ import msgspec
 from pytest_kvconform.result import Blocked, Cell, NotApplicable
 from pytest_kvconform.rigs.context import Deadlines, RunContext, SubjectFacts
 from pytest_kvconform.rigs.engine.handle import EngineFailed
-from pytest_kvconform.rigs.engine.messages import CONV_LAYOUT, NO_CONNECTOR, EngineFacts
+from pytest_kvconform.rigs.engine.messages import CONV_LAYOUT, LOADING, NO_CONNECTOR, EngineFacts, Unfinished
 from pytest_kvconform.rigs.engine.pairs import EnginePairs, Handle, PlaceOf
 from pytest_kvconform.rigs.processes.stacks import OF_VLLM, Frame, is_hook, is_of_class
 from pytest_kvconform.rigs.vllm_setup.hooks import IN_STACKS
@@ -27,7 +27,6 @@ WITHOUT = " without the connector"  # in the progress line
 LIMIT = 3  # failures that are not the connector's: after so many of a cell, its other scenarios are not tried
 # engines that ended or raised, by the connector's fault: fresh ones start at once, and nobody waits in vain
 DEATHS = 4
-LOADS = "REMOTE"  # in vLLM's status of a request that waits for the connector
 
 
 class Ended(Protocol):
@@ -36,7 +35,7 @@ class Ended(Protocol):
     @property
     def failed(self) -> EngineFailed | None: ...
     @property
-    def stuck(self) -> tuple[str, ...]: ...
+    def stuck(self) -> tuple[Unfinished, ...]: ...
 
 
 def shows_connector(frames: Iterable[Frame], facts: SubjectFacts) -> bool:
@@ -111,7 +110,7 @@ class Control(Generic[Handle]):
         """
         if found.failed and shows_connector(found.failed.frames, self.context.facts):
             return ""
-        if not found.failed and found.stuck and LOADS in found.stuck[0]:
+        if not found.failed and found.stuck and found.stuck[0].status == LOADING:
             return ""
         return self.excuse_call(cell, spec, lambda p, d: _sentence(run(p, d)), facts, word)
 
@@ -199,4 +198,4 @@ def hung(found: Ended) -> bool:
 
 
 def _sentence(found: Ended) -> str:
-    return found.failed.sentence if found.failed else next(iter(found.stuck), "")
+    return found.failed.sentence if found.failed else str(next(iter(found.stuck), ""))

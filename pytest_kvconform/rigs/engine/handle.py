@@ -37,7 +37,8 @@ from pytest_kvconform.rigs.vllm_setup.hooks import IN_STACKS
 
 LEAVE_S = 10.0  # for engines to shut down
 SUITE = "the suite"  # who says what no engine has logged
-KILLED = "was killed by SIGKILL"  # in the message of WorkerDied
+# classes of vllm_setup.forked_executor: a rank is gone, and SIGKILL ended it
+WORKER_DIED, WORKER_KILLED = "WorkerDied", "WorkerKilled"
 # `step_beside`: how long a step lasts before the peer steps, too; the pause after the peer's first step,
 # which doubles with each step; the longest pause
 ALONE_S, BESIDE_S, SELDOM_S = 0.02, 0.005, 0.05
@@ -47,7 +48,8 @@ class EngineFailed(Exception):
     """An engine died, hung, refused to start or raised. `how` is one of died, hung, refused, raised.
 
     `stack` is for people. `frames` are those of the exception, or of the threads that died or hung. `waits`:
-    it hung, and waited for a server.
+    it hung, and waited for a server. `reason`: the exception for which it did not start, "ValueError: sizes
+    differ", and `kind` its class; "": none is known. `message`: that of the exception.
     """
 
     def __init__(
@@ -59,10 +61,14 @@ class EngineFailed(Exception):
         stack: tuple[str, ...] = (),
         frames: tuple[Frame, ...] = (),
         waits: bool = False,
+        reason: str = "",
+        kind: str = "",
+        message: str = "",
     ):
         super().__init__(sentence)
         self.role, self.how, self.sentence, self.log, self.stack = role, how, sentence, log, stack
         self.frames, self.waits = frames, waits
+        self.reason, self.kind, self.message = reason, kind, message
 
     @property
     def refusal(self) -> str:
@@ -70,10 +76,9 @@ class EngineFailed(Exception):
 
         A refusal is a clean end, right for what the connector does not support.
         """
-        reason = self.sentence.partition("did not start: ")[2]
         # a rank that is gone has refused nothing
-        clean = self.how == "refused" and ": " in reason and not reason.startswith("WorkerDied")
-        return reason if clean else ""
+        clean = self.how == "refused" and self.message and self.kind not in (WORKER_DIED, WORKER_KILLED)
+        return self.reason if clean else ""
 
     @property
     def declined(self) -> bool:
@@ -226,20 +231,17 @@ class EngineHandle:
         self.asked = False
         if kind == "ok":
             return rest[0]
-        if rest[0] == "WorkerDied" and KILLED in rest[1]:
+        if rest[0] == WORKER_KILLED:
             raise ProcessKilled(f"a rank of the engine {self.process.name}", self.process.pid)
         how, what = ("refused", "did not start: ") if name == "start" else ("raised", "raised ")
         kind, message, frames = rest
         frames = (*frames, *self.process.last_stacks())  # the latter of a rank that died
         stack = self.process.stack(IN_STACKS)
         where = _where(stack, message) or (self._own_place(frames) if name == "start" else f" in {name}")
+        reason = f"{kind}{where}{f': {message}' if message else ''}"
+        said = self._last_lines(), _lines(stack), frames
         raise EngineFailed(
-            self.role,
-            how,
-            f"{self.role} {what}{kind}{where}{f': {message}' if message else ''}",
-            self._last_lines(),
-            _lines(stack),
-            frames,
+            self.role, how, f"{self.role} {what}{reason}", *said, reason=reason, kind=kind, message=message
         )
 
     def _own_place(self, frames: Iterable[Frame]) -> str:

@@ -23,7 +23,9 @@ from pytest_kvconform.rigs.engine.messages import (
     Request,
     Snapshot,
     Trace,
+    Unfinished,
     id_on_p,
+    listed,
     request_names,
 )
 from pytest_kvconform.rigs.engine.observation import (
@@ -68,11 +70,16 @@ def observe(
     except EngineFailed as failed:
         return replace(empty, failed=failed, calls=hook_calls(p, d))
     except _OracleStuck as stuck:
-        return replace(empty, stuck=(f"{stuck} in the oracle's run",))
+        unfinished = (msgspec.structs.replace(one, run=" in the oracle's run") for one in stuck.requests)
+        return replace(empty, stuck=tuple(unfinished))
 
 
 class _OracleStuck(Exception):
-    """Requests of the oracle's run did not end in time. The message has their status."""
+    """Requests of the oracle's run did not end in time."""
+
+    def __init__(self, requests: tuple[Unfinished, ...]):
+        super().__init__(listed(requests))
+        self.requests = requests
 
 
 def _observe(
@@ -89,7 +96,7 @@ def _observe(
     subject = _run(scenario, _Pass(*pair, SUBJECT, deadlines, ids(), is_store=without is not None))
     base = replace(base, logged=logged(logs))
     if subject.stuck:
-        return replace(base, stuck=tuple(subject.stuck), calls=hook_calls(*pair))
+        return replace(base, stuck=subject.stuck, calls=hook_calls(*pair))
     released = until_released(*pair, deadlines.release)
     base = replace(base, usage=released.usage, released=released, calls=hook_calls(*pair))
     base = replace(base, seconds={"subject": time.monotonic() - started})
@@ -158,7 +165,7 @@ def _oracle(scenario: Scenario, one: _Pass) -> tuple[list[Generated], list[Snaps
     """Of each request: what D generates after a perfect hand-over, and the KV that was handed over."""
     run = _run(scenario, one)
     if run.stuck:
-        raise _OracleStuck("; ".join(run.stuck))
+        raise _OracleStuck(run.stuck)
     until_released(one.p, one.d, one.deadlines.release)
     return [generated(run.outputs[name]) for name in run.names], [run.source[name] for name in run.names]
 
@@ -173,7 +180,7 @@ class _Run:
     decode: dict[str, Trace] = field(default_factory=dict)
     source: dict[str, Snapshot] = field(default_factory=dict)  # P's KV after the prompt
     target: dict[str, Snapshot | None] = field(default_factory=dict)  # D's KV before its first forward
-    stuck: list[str] = field(default_factory=list)
+    stuck: tuple[Unfinished, ...] = ()
 
 
 def _run(scenario: Scenario, one: _Pass) -> _Run:
@@ -261,7 +268,7 @@ def _warm(scenario: Scenario, one: _Pass, run: _Run, deadline: Deadline) -> None
             warm = _add(one.d, f"{one.salt}-warm-{i}", prompt.tokens[:tokens], one.salt)
             _until_finished(one.d, one.p, [warm], run, deadline)
     if run.stuck and not one.is_store:
-        raise HarnessError(f"D did not compute a prefix of {scenario} by itself: {'; '.join(run.stuck)}")
+        raise HarnessError(f"D did not compute a prefix of {scenario} by itself: {listed(run.stuck)}")
     if prompts[0].warm or tokens_of_others(one.d.spec):
         one.d.poison(keep_cache=True)
 
@@ -332,10 +339,7 @@ def _until_finished(
                     if output.finish is not None:
                         waiting.discard(output.id)
         if waiting and deadline.over():
-            run.stuck = [
-                f"{engine.role}'s request is {engine.trace(name).status or 'not scheduled'}"
-                for name in sorted(waiting)
-            ]
+            run.stuck = tuple(Unfinished(engine.role, engine.trace(name).status) for name in sorted(waiting))
             for name in waiting:
                 engine.abort(name)
             return

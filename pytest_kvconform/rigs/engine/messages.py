@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -41,6 +42,7 @@ NO_CONNECTOR = {
     "kv_connector": "NoConnector",
     "kv_connector_module_path": "pytest_kvconform.rigs.engine.no_connector",
 }
+LOADING = "WAITING_FOR_REMOTE_KVS"  # vLLM's status of a request whose load is under way
 # vLLM's variable for the layout of convolution states: vLLM or the connector sets it
 CONV_LAYOUT = "VLLM_SSM_CONV_STATE_LAYOUT"
 
@@ -126,6 +128,22 @@ class Output(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: tuple[np.ndarray, ...]  # of each token: over the whole vocabulary, sorted by token id
     finish: str | None  # vLLM's finish reason
     kv_transfer_params: dict[str, Any] | None
+
+
+class Unfinished(msgspec.Struct, frozen=True):
+    """A request that has not ended in time. As text it is a sentence."""
+
+    role: str
+    status: str  # vLLM's request status, last seen; "": it was not scheduled
+    run: str = ""  # in which run, if not the subject's
+
+    def __str__(self) -> str:
+        return f"{self.role}'s request is {self.status or 'not scheduled'}{self.run}"
+
+
+def listed(requests: Iterable[Unfinished]) -> str:
+    """Unfinished requests in one sentence; "" without any."""
+    return "; ".join(map(str, requests))
 
 
 class Trace(msgspec.Struct, kw_only=True):

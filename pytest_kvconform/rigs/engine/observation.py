@@ -15,7 +15,7 @@ from pytest_kvconform.kvspace.rows.compare import Due, RowComparison, compare_ro
 from pytest_kvconform.result import HookCall
 from pytest_kvconform.rigs.engine.handle import EngineFailed
 from pytest_kvconform.rigs.engine.kv_access import POISON
-from pytest_kvconform.rigs.engine.messages import EngineFacts, Output, Snapshot, Trace, Usage
+from pytest_kvconform.rigs.engine.messages import EngineFacts, Output, Snapshot, Trace, Unfinished, Usage
 from pytest_kvconform.rigs.engine.release import Release
 from pytest_kvconform.rigs.scenario import Scenario
 
@@ -57,7 +57,7 @@ class Observation:
     requests: tuple[RequestObservation, ...] = ()
     failed: EngineFailed | None = None  # an engine died, hung or raised
     excuse: str = ""  # if one failed: how the same fails without the connector, see `control`
-    stuck: tuple[str, ...] = ()  # requests that did not end in time, with their last status
+    stuck: tuple[Unfinished, ...] = ()  # requests that did not end in time
     logged: tuple[str, ...] = ()  # exceptions that engines wrote to their logs in the subject's run
     calls: tuple[HookCall, ...] = ()  # the last ones of P and D
     usage: tuple[Usage, Usage] | None = None  # of P and D after everything has ended and both were polled

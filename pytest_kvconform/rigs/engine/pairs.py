@@ -124,7 +124,7 @@ class EnginePairs(Generic[Handle]):
             waits = f"its start waits for a server: start it, or configure its address ({failed.sentence})"
             self.context.missing.append(f"{self.context.subject.connector} cannot start here: {waits}")
             self.context.require_nothing_missing()
-        note_missing(self.context, [failed.sentence.partition("did not start: ")[2]])
+        note_missing(self.context, [(failed.kind, failed.reason)])
 
     def running(self, cell: Cell, word: str = "") -> bool:
         """Whether a pair is running."""
@@ -152,13 +152,13 @@ class EnginePairs(Generic[Handle]):
             self.end(*key)
 
 
-def note_missing(context: RunContext, causes: Iterable[str]) -> None:
-    """Note it and raise Blocked, if a cause of a failed start, "ValueError: sizes differ", is that this
-    environment lacks something.
+def note_missing(context: RunContext, causes: Iterable[tuple[str, str]]) -> None:
+    """Note it and raise Blocked, if a cause of a failed start is that this environment lacks something.
+
+    `causes`: the class of an exception, and what it says.
     """
     subject = context.subject
-    for cause in causes:
-        kind = cause.partition(" ")[0].rstrip(":")
+    for kind, cause in causes:
         if lacks := what_is_missing(kind, cause, subject.module or "", subject.packages):
             context.missing.append(f"{subject.connector} cannot start here: {lacks}")
             context.require_nothing_missing()

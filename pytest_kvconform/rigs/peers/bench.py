@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from pytest_kvconform.result import Blocked, Cell, HarnessError, HookCall
+from pytest_kvconform.rigs.bytes.bench import blocked_by_start
 from pytest_kvconform.rigs.bytes.messages import ByteEngineSpec
 from pytest_kvconform.rigs.bytes.specs import byte_engine_spec, over_tcp
 from pytest_kvconform.rigs.context import RunContext
@@ -255,10 +256,7 @@ class PeerBench:
         self.context.note("call", any(failed.how == "hung" for failed in failures))
         refusals = (engine.failed for engine in first if engine.failed and engine.failed.how == "refused")
         if refused := next(refusals, None):
-            raise Blocked(
-                f"depends on kv::bytes/start::engines_start[{cell}]: {refused.sentence}",
-                refused=refused.declined,
-            )
+            raise blocked_by_start(cell, refused)
         for name, running in engines.running.items():
             mine = {engine: calls.get(engine, ()) for engine in scenarios[name].engines}
             self._calls[cell, name] = _calls_of(running.result, mine)

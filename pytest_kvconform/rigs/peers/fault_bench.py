@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from pytest_kvconform.result import Blocked, Cell
-from pytest_kvconform.rigs.bytes.bench import SLOW_CALLS
+from pytest_kvconform.result import Blocked, Cell, blocked_by
+from pytest_kvconform.rigs.bytes.bench import SLOW_CALLS, blocked_by_start
 from pytest_kvconform.rigs.bytes.handover import TransferObservation, observe_transfer
 from pytest_kvconform.rigs.bytes.messages import Check
 from pytest_kvconform.rigs.bytes.specs import byte_engine_spec
 from pytest_kvconform.rigs.context import Deadlines, RunContext
 from pytest_kvconform.rigs.engine.handle import EngineFailed, hook_calls
+from pytest_kvconform.rigs.engine.messages import listed
 from pytest_kvconform.rigs.engine.pairs import EnginePairs
 from pytest_kvconform.rigs.engine.release import SOON_S, is_full, seconds_to_wait, until_quiet
 from pytest_kvconform.rigs.peers.faulty_engine import FaultyEngineHandle, reports_of, set_faults_of_loads
@@ -70,7 +71,7 @@ class FaultBench:
         self.pairs = EnginePairs(context, FaultyEngineHandle, SLOW_CALLS, remark, alone=alone)
         self._observations: dict[tuple[Cell, str, int], FaultObservation] = {}
         self._deaths: dict[Cell, list[str]] = {}
-        self._refused: dict[Cell, str] = {}  # why the connector declined to start
+        self._refused: dict[Cell, EngineFailed] = {}  # how the connector declined to start
         # Requests that P has kept beyond their lease, of transfers whose engines have ended.
         self._beyond_lease: dict[tuple[Cell, str, int], tuple[str, ...]] = {}
         self._keeps: set[Cell] = set()  # cells in which P has kept a request beyond its lease
@@ -97,7 +98,7 @@ class FaultBench:
                 self.context.next_name,
             )
             if (found := self._faultless[key].transfer).failed or found.stuck:
-                sentence = found.failed.sentence if found.failed else found.stuck[0]
+                sentence = found.failed.sentence if found.failed else str(found.stuck[0])
                 self._deaths.setdefault(cell, []).append(sentence)
                 self.pairs.end(*key)
         return self._faultless[key]
@@ -127,7 +128,7 @@ class FaultBench:
             self.context.note("request", bool(last.stuck))
             self.context.note("call", last.failed is not None and last.failed.how == "hung")
             if last.failed or last.stuck:
-                sentence = last.failed.sentence if last.failed else last.stuck[0]
+                sentence = last.failed.sentence if last.failed else str(last.stuck[0])
                 self._deaths.setdefault(cell, []).append(sentence)
                 self.pairs.end(*pair)
             elif is_full(p) and (p.spec.store or not self.context.has_long_lease(self._asked_lease_s)):
@@ -189,7 +190,7 @@ class FaultBench:
         self.context.require_known_handover("byte", store=True, alone=True)
         word = _word(transfer, longer)
         if cell in self._refused:
-            raise Blocked(self._refused[cell], refused=True)
+            raise blocked_by_start(cell, self._refused[cell])
         if not self.pairs.running(cell, word) and len(deaths := self._deaths.get(cell, [])) >= DEATHS:
             raise Blocked(f"transfers of {cell} with faults failed {len(deaths)} times, last: {deaths[-1]}")
         try:
@@ -204,10 +205,9 @@ class FaultBench:
             )
         except EngineFailed as failed:
             self._deaths.setdefault(cell, []).extend([failed.sentence] * DEATHS)
-            reason = f"depends on kv::bytes/start::engines_start[{cell}]: {failed.sentence}"
             if failed.declined:
-                self._refused[cell] = reason
-            raise Blocked(reason, refused=failed.declined) from None
+                self._refused[cell] = failed
+            raise blocked_by_start(cell, failed) from None
         if new:
             self._introduce(cell, word, p, d, longer)
         return p, d
@@ -225,15 +225,13 @@ class FaultBench:
         )
         if found.loads:
             self._loads.add((cell, word))
-        reason = found.failed.sentence if found.failed else "; ".join(found.stuck) or found.refused
+        reason = found.failed.sentence if found.failed else listed(found.stuck) or found.refused
         means = reports_of(p, d)
         if reason and (found.failed or means.agents or means.hooks):
             self.pairs.end(cell, word)
             self._deaths.setdefault(cell, []).extend([f"not even without faults: {reason}"] * DEATHS)
-            raise Blocked(
-                f"depends on kv::bytes/handover::completes: "
-                f"a transfer without faults did not end well: {reason}"
-            )
+            why = f"a transfer without faults did not end well: {reason}"
+            raise blocked_by("kv::bytes/handover::completes", why)
 
 
 def _word(transfer: Transfer, longer: int) -> str:

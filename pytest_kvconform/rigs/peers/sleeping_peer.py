@@ -12,6 +12,7 @@ from functools import partial
 
 from pytest_kvconform.rigs.bytes.specs import ports_of
 from pytest_kvconform.rigs.context import Deadlines
+from pytest_kvconform.rigs.engine.messages import LOADING
 from pytest_kvconform.rigs.peers.scenario_engines import (
     WITHIN_STEP,
     ScenarioEngines,
@@ -24,7 +25,6 @@ from pytest_kvconform.rigs.processes.ports import keep_again
 LIMIT, ABORT = "time_limit", "abort"  # why D no longer needs the load
 SLEEP_S = 2.5  # in which D may give up while P's process is stopped: longer than a load may take
 LOADING_S = 0.5  # before D aborts the request, or shuts down
-LOADING = "WAITING_FOR_REMOTE_KVS"  # vLLM's status of a request whose load is under way
 IN_STEP = "D stands in a step until P goes on, so that it cannot shut down during a load"
 LATE_S = 0.5  # in which D writes what is still to come
 BEGIN_S = 0.3  # in which a load that D has begun reaches P's machine

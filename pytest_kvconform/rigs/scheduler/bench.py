@@ -19,7 +19,7 @@ from pytest_kvconform.rigs.processes.hangs import LEFT_OUT_S, PATIENCE, QUIET, U
 from pytest_kvconform.rigs.processes.ports import APART, free_port
 from pytest_kvconform.rigs.scheduler.host import LEAVE_S, HostSpec
 from pytest_kvconform.rigs.scheduler.side_state import RANKS
-from pytest_kvconform.rigs.scheduler.violations import NOT_ENDED
+from pytest_kvconform.rigs.scheduler.violations import RELEASES
 
 CASE_PART = 0.5  # of the deadline of a call: a case takes milliseconds
 AGAIN = 0.5  # of a case's deadline, after a case of its module that did not end in time
@@ -68,9 +68,8 @@ class SchedulerBench:
             self._hung.setdefault(module, []).append(function)
             if end.outcome is not Outcome.BLOCKED:
                 self._at_fault.add(module)
-        found = end.finding.happened if end.finding else ""
         self.context.note("start", late == UNSTARTED)
-        self.context.note("release", f"releases {NOT_ENDED}" in found)
+        self.context.note("release", end.waited_for == RELEASES)
         return end
 
     def answer(self, cell: Cell, function: Callable[..., Evidence], rule: str, variant: Any) -> CaseEnd:

@@ -46,7 +46,7 @@ def serve_one_case(host: Host, connection: Connection) -> NoReturn:
 
             rig.nursery = Nursery(rig)
         end = with_calls(run_case(lambda: _call(rig, module, function, variant), function), take_all())
-        end = replace(end, unheard=rig.unheard)
+        end = replace(end, unheard=rig.unheard, waited_for=rig.waited_for if end.finding else "")
         print(end.defect, end="", file=sys.stderr)
     finally:
         sys.stdout.flush()

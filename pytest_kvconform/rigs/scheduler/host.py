@@ -46,6 +46,7 @@ from pytest_kvconform.rigs.processes.stacks import (
     last_stacks,
     most_telling_stack,
     place_of_del,
+    stack_of,
 )
 from pytest_kvconform.rigs.processes.zygote import GONE_S, has_ended
 from pytest_kvconform.rigs.scheduler.case_process import serve_one_case
@@ -66,6 +67,7 @@ from pytest_kvconform.rigs.vllm_setup.engine_config import (
     geometry_config,
     kv_cache_configs,
 )
+from pytest_kvconform.rigs.vllm_setup.kv_cache_specs import NO_STATES, unified_in_vain
 from pytest_kvconform.rigs.vllm_setup.overrides import keep_configured_limits
 from pytest_kvconform.subject import Subject
 
@@ -116,9 +118,8 @@ def serve(connection: Connection, spec: HostSpec) -> None:
 def _not_configured(spec: HostSpec, error: Exception) -> CaseEnd:
     """The end of every case of a cell for which vLLM builds no configuration with this connector."""
     message = end_of(error).reason[:300]  # its class and first line
-    if not spec.facts.supports_hma and "KV cache specs to one unified type" in message:
-        without = "does not inherit SupportsHMA, and without it vLLM starts no model with states"
-        return end_of(NotApplicable(f"{spec.subject.connector} {without}: {message}"))
+    if not spec.facts.supports_hma and unified_in_vain(stack_of(error)):
+        return end_of(NotApplicable(f"{spec.subject.connector} {NO_STATES}: {message}"))
     files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
     if spec.subject.module and any(spec.subject.module.rpartition(".")[2] in file for file in files):
         happened = f"vLLM builds no configuration with this connector: {message}"
@@ -274,7 +275,7 @@ class Host:
         else:
             log_from = write_stacks(self.hook, pid, log_from, self.spec.facts)
         line.close()
-        self._waited |= end is not None and waited_in_vain(end.finding, own_reports)
+        self._waited |= end is not None and waited_in_vain(end, own_reports)
         if leaves:
             assert end is not None
             self._killed, self._leaving = [], [(pid, Deadline(self._leave_s, (pid,)))]

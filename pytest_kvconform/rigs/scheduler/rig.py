@@ -90,6 +90,7 @@ class Rig:
     nursery: Nursery | None = None  # what starts worker halves beside sides
     own_reports: bool = False  # whether sides have real workers, see live/own_reports.py
     unheard: bool = False  # the connector has waited for reports that its scripted workers cannot make
+    waited_for: str = ""  # what the case has waited for in vain
     left_out: float = 0.0  # seconds of the case that its deadline does not count, see `waits`
     _stepping: bool = False  # see `step_others`
     secret: int = field(default_factory=lambda: random.SystemRandom().getrandbits(64))

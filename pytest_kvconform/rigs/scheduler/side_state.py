@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_kvconform.result import NotApplicable
 from pytest_kvconform.rigs.context import SHORTER, times_longer
+from pytest_kvconform.rigs.engine.messages import LOADING
 from pytest_kvconform.rigs.engine.router import RENDEZVOUS, decode_params
 from pytest_kvconform.rigs.hook_calls import LastCalls
 from pytest_kvconform.rigs.scheduler.connector_class import miss_reports
@@ -116,7 +117,7 @@ class SideState:
         request = self.scheduler.requests.get(id)
         return (
             request is not None
-            and self.status(id) == "WAITING_FOR_REMOTE_KVS"
+            and self.status(id) == LOADING
             and id not in self.scheduler.finished_recving_kv_req_ids
         )
 

@@ -7,6 +7,7 @@ import signal
 import traceback
 from pathlib import Path
 
+from pytest_kvconform.case_outcome import CaseEnd
 from pytest_kvconform.result import Finding, Violation, first_line, message_of
 from pytest_kvconform.rigs.context import SubjectFacts
 from pytest_kvconform.rigs.engine.control import shows_connector
@@ -26,7 +27,7 @@ RULES_OF_HOOKS = {"update_connector_output": "KV-LOAD-003", "reset_cache": "KV-L
 START_HOOKS = ("register_kv_caches", "set_xfer_handshake_metadata")
 SEVERAL = ("a step ", "the hooks ")  # so begins what is noted where vLLM calls several hooks
 NO_ANSWER = "KV-MATCH-006"  # the rule that get_num_new_matched_tokens answers at some time
-NOT_ENDED = "did not come to their end"  # in the finding of a case that has waited in vain
+RELEASES = "releases"  # of blocks: what a case has waited for in vain
 NOT_SHOWN = ": no code of the connector is in its stack, so nobody knows whose fault that is"  # of a hang
 # A line of vLLM's scheduler that asserts something -> what the connector did most likely.
 ASSERTED = {
@@ -96,9 +97,9 @@ def _called_object(error: BaseException) -> str:
     return f"{called.f_code.co_name} of the {type(owner).__name__}{of}"
 
 
-def waited_in_vain(found: Finding | None, own_reports: bool) -> bool:
+def waited_in_vain(end: CaseEnd, own_reports: bool) -> bool:
     """Whether a case has waited in vain for seconds. `own_reports`: its workers were real."""
-    return found is not None and (NOT_ENDED in found.happened or (own_reports and found.rule == NO_ANSWER))
+    return bool(end.waited_for) or (own_reports and end.finding is not None and end.finding.rule == NO_ANSWER)
 
 
 def is_in_connector(text: str, hook: str, facts: SubjectFacts) -> bool:

@@ -16,7 +16,7 @@ import msgspec
 from pytest_kvconform import extras
 from pytest_kvconform.result import Blocked, HarnessError, ProcessKilled
 from pytest_kvconform.rigs.context import RunContext
-from pytest_kvconform.rigs.engine.handle import KILLED, EngineFailed
+from pytest_kvconform.rigs.engine.handle import WORKER_KILLED, EngineFailed
 from pytest_kvconform.rigs.engine.pairs import note_missing
 from pytest_kvconform.rigs.processes.child import ChildProcess, ForkRefused
 from pytest_kvconform.rigs.processes.cores import Deadline
@@ -178,7 +178,7 @@ class LocalProcess(Endpoint):
                 raise ProcessKilled(f"the {self.role}", self.process.pid)
             causes.append(f"signal {os.WTERMSIG(status)}")
             how = "died"  # which is no refusal
-        if any(KILLED in one for one in causes):
+        if any(WORKER_KILLED in one.partition(":")[0] for one in causes):
             raise ProcessKilled(f"a rank of the {self.role}", self.process.pid)
         cause = f": {causes[0]}" if causes else ""
         if os.strerror(errno.EADDRINUSE) in f"{cause} {log}" and (port := self._taken_port()):
@@ -249,7 +249,7 @@ class Server(LocalProcess):
 
     def note_missing(self, causes: Sequence[str]) -> None:
         if self.spec.kv_transfer_config is not None:
-            note_missing(self.context, causes)
+            note_missing(self.context, [(one.partition(":")[0], one) for one in causes])
 
     def _ports(self) -> Sequence[int]:
         channels = [int(port) for name, port in self.spec.environment.items() if name.endswith("_PORT")]

@@ -46,6 +46,14 @@ class WorkerDied(RuntimeError):
         self.rank, self.pid = rank, pid
 
 
+class WorkerKilled(WorkerDied):
+    """SIGKILL ended a worker process. The process with the handle knows it by the name of this class."""
+
+
+def _gone(rank: int, pid: int, status: int | None) -> WorkerDied:
+    return (WorkerKilled if status == signal.SIGKILL else WorkerDied)(rank, pid, status)
+
+
 class ForkedExecutor(Executor):
     """One forked process per rank; the engine core stays in the caller's process.
 
@@ -91,7 +99,7 @@ class ForkedExecutor(Executor):
             try:
                 connection.send_bytes(message)
             except OSError as error:
-                raise WorkerDied(rank, pid, self._reap(pid)) from error
+                raise _gone(rank, pid, self._reap(pid)) from error
         answers = [self._receive(rank) for rank in range(len(self.workers))]
         for word, answer in answers:
             if word == "raised":
@@ -111,7 +119,7 @@ class ForkedExecutor(Executor):
         try:
             message = connection.recv_bytes()
         except (EOFError, OSError) as error:
-            raise WorkerDied(rank, pid, self._reap(pid)) from error
+            raise _gone(rank, pid, self._reap(pid)) from error
         answer: tuple[str, Any] = cloudpickle.loads(message)
         return answer
 

@@ -11,6 +11,7 @@ vLLM and torch are imported inside functions only.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -21,6 +22,16 @@ KERNEL_BLOCK = 32  # tokens: blocks of vLLM's attention kernels on CPU are multi
 # tokens: blocks of a model with latent attention and states are multiples of it, on every platform
 MLA_HYBRID_BLOCK = 128
 SEGMENTS = ("conv Q", "conv K", "conv V", "ssm")
+# of a connector that is no SupportsHMA: vLLM then makes all layers of a model one kind, which states are not
+NO_STATES = "does not inherit SupportsHMA, and without it vLLM starts no model with states"
+
+
+def unified_in_vain(stack: Iterable[tuple[str, int, str]]) -> bool:
+    """Whether vLLM raised because layers of a model cannot be made one kind.
+
+    `stack`: (file, line, function) of each frame of the exception.
+    """
+    return any(function == "unify_hybrid_kv_cache_specs" for *_, function in stack)
 
 
 def possible(geometry: Geometry, tp: int) -> str:

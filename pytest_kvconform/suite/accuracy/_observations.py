@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pytest_kvconform.result import Blocked
+from pytest_kvconform.result import Blocked, blocked_by
 from pytest_kvconform.rigs.bench import Bench
 from pytest_kvconform.rigs.serving.gate import Outcome, Result
 from pytest_kvconform.rigs.serving.observation import Runs, ServingObservation
@@ -12,10 +12,8 @@ def answered(bench: Bench) -> Runs:
     """Return all runs. Raises Blocked if the connector kept one from its end."""
     observed = bench.serving.observe(bench.cell)
     if observed.runs is None:
-        on = "kv::accuracy/answers::every_question_is_answered"
-        raise Blocked(
-            f"depends on {on}[{bench.cell}]: {how_it_failed(observed)}", refused=bool(observed.refusal)
-        )
+        case = f"kv::accuracy/answers::every_question_is_answered[{bench.cell}]"
+        raise blocked_by(case, how_it_failed(observed), bool(observed.refusal))
     return observed.runs
 
 
@@ -31,8 +29,8 @@ def loads(bench: Bench) -> Runs:
     """
     runs = answered(bench)
     if not runs.counted.external:
-        on = "kv::accuracy/evidence::each_question_is_loaded"
-        raise Blocked(f"depends on {on}[{bench.cell}]: D loaded no token, so its answers show nothing")
+        case = f"kv::accuracy/evidence::each_question_is_loaded[{bench.cell}]"
+        raise blocked_by(case, "D loaded no token, so its answers show nothing")
     return runs
 
 

@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from pytest_kvconform.case import case
-from pytest_kvconform.result import Blocked, Evidence, Finding, HarnessError, NotApplicable, Violation
+from pytest_kvconform.result import (
+    Blocked,
+    Evidence,
+    Finding,
+    HarnessError,
+    NotApplicable,
+    Violation,
+    blocked_by,
+)
 from pytest_kvconform.rigs.bench import Bench
 from pytest_kvconform.rigs.context import declared_amount
 from pytest_kvconform.rigs.serving.messages import Prompt
@@ -69,8 +77,8 @@ def all_whole_blocks_are_loaded(bench: Bench, _: None) -> Evidence:
     if not runs.prompts:
         raise NotApplicable("a server that already runs counts sums alone: see KV-ACC-002")
     if _not_loaded_at_all(bench.subject, runs):
-        on = "kv::accuracy/evidence::each_question_is_loaded"
-        raise Blocked(f"depends on {on}[{bench.cell}]: D loaded nothing of some prompts")
+        case = f"kv::accuracy/evidence::each_question_is_loaded[{bench.cell}]"
+        raise blocked_by(case, "D loaded nothing of some prompts")
     if less := _loaded_less(bench.subject, runs.prompts, runs):
         one = less[0]
         due = _due(bench.subject, one, runs) - one.local

@@ -6,12 +6,21 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from pytest_kvconform.kvspace.kinds import UNWRITTEN
-from pytest_kvconform.result import Blocked, Evidence, Finding, HarnessError, NotApplicable, Violation
+from pytest_kvconform.result import (
+    Blocked,
+    Evidence,
+    Finding,
+    HarnessError,
+    NotApplicable,
+    Violation,
+    blocked_by,
+)
 from pytest_kvconform.rigs.bench import Bench
 from pytest_kvconform.rigs.bytes.handover import Received, TransferObservation
 from pytest_kvconform.rigs.bytes.messages import Check
 from pytest_kvconform.rigs.bytes.specs import alike, block_size
 from pytest_kvconform.rigs.context import LONGER, declared_addition, declared_amount
+from pytest_kvconform.rigs.engine.messages import listed
 from pytest_kvconform.rigs.peers.fault_bench import FaultlessObservation, FaultObservation
 from pytest_kvconform.rigs.peers.rank_faults import hook_has
 from pytest_kvconform.rigs.scenario import LATE, NEVER, POLL, POST, STATUS, TWICE, Transfer
@@ -109,14 +118,14 @@ def _all_load(observed: TransferObservation) -> bool:
 
 
 def _unfinished(observed: TransferObservation) -> str:
-    return observed.failed.sentence if observed.failed else "; ".join(observed.stuck)
+    return observed.failed.sentence if observed.failed else listed(observed.stuck)
 
 
 def completed(bench: Bench, transfer: Transfer) -> FaultObservation:
     """Observe a transfer in which every request came to its end. Otherwise raises Blocked."""
     found = with_faults(bench, transfer)
     if found.transfer.failed or found.transfer.stuck:
-        raise Blocked(f"depends on kv::bytes/transport_faults::every_request_ends[{bench.cell}-{transfer}]")
+        raise blocked_by(f"kv::bytes/transport_faults::every_request_ends[{bench.cell}-{transfer}]")
     return found
 
 
@@ -214,10 +223,8 @@ def bytes_right(bench: Bench, observed: TransferObservation, rule: str) -> Evide
                 raise Violation(finding(bench, observed, r, check, rule))
     due = sum(check.rows_due for r in observed.requests for check in r.checks)
     if not due:
-        raise Blocked(
-            f"depends on kv::bytes/transport_faults::every_request_ends[{bench.cell}-{observed.transfer}]: D "
-            "loaded nothing"
-        )
+        case = f"kv::bytes/transport_faults::every_request_ends[{bench.cell}-{observed.transfer}]"
+        raise blocked_by(case, "D loaded nothing")
     return Evidence(
         looked_at=due, unit="rows", bytes_moved=moved(observed), notes={"seconds": round(observed.seconds, 3)}
     )

@@ -12,7 +12,7 @@ from pytest_kvconform.kvspace.kinds import COLLATERAL, SAME, UNWRITTEN
 from pytest_kvconform.kvspace.pools.compare import PoolComparison
 from pytest_kvconform.kvspace.pools.diagnose import count_pool, diagnose_pool
 from pytest_kvconform.kvspace.pools.draw import draw_pool
-from pytest_kvconform.result import Blocked, Finding, HarnessError, NotApplicable, Violation
+from pytest_kvconform.result import Blocked, Finding, HarnessError, NotApplicable, Violation, blocked_by
 from pytest_kvconform.rigs.bench import Bench
 from pytest_kvconform.rigs.bytes.handover import Received, TransferObservation
 from pytest_kvconform.rigs.bytes.messages import Check
@@ -81,9 +81,7 @@ def completed(bench: Bench, transfer: Transfer, refused: bool = False) -> Transf
     if observed.excuse:
         raise Blocked(observed.excuse)
     if observed.failed or observed.stuck or (observed.refused and not refused):
-        raise Blocked(
-            f"depends on kv::bytes/handover::completes[{bench.cell}-{transfer}]", refused=observed.declined
-        )
+        raise blocked_by(f"kv::bytes/handover::completes[{bench.cell}-{transfer}]", refused=observed.declined)
     return observed
 
 
@@ -115,11 +113,9 @@ def with_loaded_kv(bench: Bench, transfer: Transfer) -> TransferObservation:
         loads.check()
     except Violation as broken:
         if missing:
-            raise Blocked(
-                f"depends on kv::bytes/handover::d_computes_only_missing_tokens[{bench.cell}-{transfer}]: D "
-                f"loaded nothing for {missing[0].name}",
-                refused=bool(broken.finding.declined),
-            ) from None
+            case = f"kv::bytes/handover::d_computes_only_missing_tokens[{bench.cell}-{transfer}]"
+            why = f"D loaded nothing for {missing[0].name}"
+            raise blocked_by(case, why, bool(broken.finding.declined)) from None
     loads.require_some()
     if not (loaded := tuple(r for r in owed if _loaded(r))):
         raise Blocked(f"D loaded nothing for {missing[0].name} of {transfer}", refused=True)

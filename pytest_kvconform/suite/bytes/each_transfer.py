@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from msgspec.structs import replace
 
 from pytest_kvconform.case import case
-from pytest_kvconform.result import Blocked, Cell, Evidence
+from pytest_kvconform.result import Blocked, Cell, Evidence, blocked_by
 from pytest_kvconform.rigs.bench import Bench
 from pytest_kvconform.rigs.scenario import POLL, POST, STATUS, Faults, Transfer
 from pytest_kvconform.suite.bytes._fault_observations import (
@@ -102,10 +102,8 @@ def _require_right_without_faults(bench: Bench, transfer: Transfer) -> None:
     """
     found = without_faults(bench, transfer).transfer
     if any(check.pool.wrong for check in [*all_checks(found), *found.audits[0]]):
-        raise Blocked(
-            f"depends on kv::bytes/pool::attention_kv_arrives[{bench.cell}]: pools are wrong without faults, "
-            "too"
-        )
+        case = f"kv::bytes/pool::attention_kv_arrives[{bench.cell}]"
+        raise blocked_by(case, "pools are wrong without faults, too")
 
 
 def _evidence(looked_at: int, size: int) -> Evidence:

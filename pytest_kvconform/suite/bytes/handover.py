@@ -6,6 +6,7 @@ from pytest_kvconform.case import case
 from pytest_kvconform.result import Blocked, Cell, Evidence, Finding, Violation
 from pytest_kvconform.rigs.bench import Bench
 from pytest_kvconform.rigs.bytes.handover import TransferObservation
+from pytest_kvconform.rigs.engine.messages import listed
 from pytest_kvconform.rigs.scenario import Transfer
 from pytest_kvconform.suite._outcomes import check_all_ended, last_logged_exception
 from pytest_kvconform.suite._recomputed_tokens import Loads
@@ -20,7 +21,7 @@ def completes(bench: Bench, transfer: Transfer) -> Evidence:
     observed = observe(bench, transfer)
     if observed.stuck and observed.copies_left:  # a GPU would have made them
         raise Blocked(
-            f"{'; '.join(observed.stuck)}: {bench.facts.stand_in}, and has {observed.copies_left} copies "
+            f"{listed(observed.stuck)}: {bench.facts.stand_in}, and has {observed.copies_left} copies "
             "still to make, so whose failure it is cannot be told here"
         )
     check_all_ended(observed)

@@ -11,6 +11,7 @@ from pytest_kvconform.result import Blocked, Cell, Evidence, Finding, NotApplica
 from pytest_kvconform.rigs.bench import Bench
 from pytest_kvconform.rigs.bytes.handover import TransferObservation
 from pytest_kvconform.rigs.bytes.messages import Check
+from pytest_kvconform.rigs.engine.messages import listed
 from pytest_kvconform.rigs.scenario import Transfer
 from pytest_kvconform.suite.bytes._observations import completed, finding, moved, observe, with_loaded_kv
 from pytest_kvconform.suite.bytes._transfers import one_token_a_step, situations
@@ -92,7 +93,7 @@ def full_graphs_find_loaded_kv(bench: Bench, transfer: Transfer) -> Evidence:
     observed = observe(bench, transfer)
     if observed.excuse:
         raise Blocked(observed.excuse)
-    failed = observed.failed.sentence if observed.failed else "; ".join(observed.stuck) or observed.refused
+    failed = observed.failed.sentence if observed.failed else listed(observed.stuck) or observed.refused
     if failed:
         raise Violation(
             Finding(

@@ -10,9 +10,10 @@ from dataclasses import replace
 import msgspec
 
 from pytest_kvconform.case import case
-from pytest_kvconform.result import Blocked, Cell, Evidence, Finding, NotApplicable, Violation
+from pytest_kvconform.result import Blocked, Cell, Evidence, Finding, NotApplicable, Violation, blocked_by
 from pytest_kvconform.rigs.bench import Bench
 from pytest_kvconform.rigs.bytes.handover import TransferObservation
+from pytest_kvconform.rigs.engine.messages import listed
 from pytest_kvconform.rigs.scenario import Transfer
 from pytest_kvconform.rigs.vllm_setup.statistics import UNMEASURED, UNREGISTERED, StatisticsTrace
 from pytest_kvconform.suite.bytes._fault_transfers import failing
@@ -63,7 +64,7 @@ def _completed(bench: Bench, transfer: Transfer) -> TransferObservation:
         raise Blocked(observed.excuse)
     if observed.failed or observed.stuck or observed.refused:
         failed = observed.failed
-        what = failed.sentence if failed else "; ".join(observed.stuck) or observed.refused
+        what = failed.sentence if failed else listed(observed.stuck) or observed.refused
         raise Violation(
             Finding(
                 rule=LOADS,
@@ -88,8 +89,7 @@ def _traces(bench: Bench, transfer: Transfer) -> tuple[TransferObservation, dict
     alone = longest_length(bench.cell, bench.settings.matrix)
     traces = dict(zip("PD", completed(bench, alone).statistics, strict=True))
     if any(trace.stage for trace in traces.values()):
-        on = "kv::bytes/statistics::statistics_reach_the_front_end"
-        raise Blocked(f"depends on {on}[{bench.cell}-{alone}]")
+        raise blocked_by(f"kv::bytes/statistics::statistics_reach_the_front_end[{bench.cell}-{alone}]")
     sides = [role for role, trace in traces.items() if trace.reported]
     if not sides:
         raise NotApplicable(f"{bench.subject.connector} reports no statistics of a transfer")
@@ -148,8 +148,8 @@ def failed_load_ends_its_request_alone(bench: Bench, transfer: Transfer) -> Evid
         try:
             body(bench, alone)
         except Violation:
-            name = f"kv::bytes/transport_faults::{body.__name__}[{bench.cell}-{alone}]"
-            raise Blocked(f"depends on {name}") from None
+            case = f"kv::bytes/transport_faults::{body.__name__}[{bench.cell}-{alone}]"
+            raise blocked_by(case) from None
     try:
         evidence = every_request_ends(bench, transfer)
         next_transfer_is_right(bench, transfer)

@@ -7,7 +7,7 @@ from pytest_kvconform.kvspace.kinds import COLLATERAL, intervals
 from pytest_kvconform.kvspace.pools.diagnose import count_pool, diagnose_pool, diagnose_source
 from pytest_kvconform.kvspace.pools.draw import draw_pool
 from pytest_kvconform.kvspace.window import describe_gap
-from pytest_kvconform.result import Blocked, Evidence, Finding, Violation
+from pytest_kvconform.result import Evidence, Finding, Violation, blocked_by
 from pytest_kvconform.rigs.bench import Bench
 from pytest_kvconform.rigs.bytes.handover import Received, TransferObservation
 from pytest_kvconform.rigs.bytes.messages import Check
@@ -107,7 +107,7 @@ def rest_of_new_blocks_is_not_stale(bench: Bench, transfer: Transfer) -> Evidenc
     observed = with_loaded_kv(bench, transfer)
     checks = [(r, check) for r in observed.requests for check in r.checks]
     if any(check.stale and wrong_words(check, "attention") for _, check in checks):
-        raise Blocked(f"depends on kv::bytes/pool::attention_kv_arrives[{bench.cell}-{transfer}]")
+        raise blocked_by(f"kv::bytes/pool::attention_kv_arrives[{bench.cell}-{transfer}]")
     for r, check in checks:
         if check.stale:
             raise Violation(_stale(r, check))

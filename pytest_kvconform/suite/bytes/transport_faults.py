@@ -12,6 +12,7 @@ from pytest_kvconform.kvspace.pools.draw import draw_pool
 from pytest_kvconform.result import Evidence, Finding, Violation
 from pytest_kvconform.rigs.bench import Bench
 from pytest_kvconform.rigs.bytes.handover import TransferObservation
+from pytest_kvconform.rigs.engine.messages import listed
 from pytest_kvconform.rigs.scenario import Transfer
 from pytest_kvconform.suite._released_blocks import SAVES, why_d_keeps
 from pytest_kvconform.suite.bytes._fault_observations import (
@@ -56,7 +57,7 @@ def every_request_ends(bench: Bench, transfer: Transfer) -> Evidence:
             Finding(
                 rule="KV-FAIL-001",
                 happened=f"{fault_sentence(transfer)}: "
-                f"{observed.failed.sentence if observed.failed else '; '.join(observed.stuck)}",
+                f"{observed.failed.sentence if observed.failed else listed(observed.stuck)}",
                 differs="; ".join(observed.failed.stack) if observed.failed else "",
                 diagnosis=diagnosis,
                 log=observed.failed.log if observed.failed else observed.logged,
@@ -184,7 +185,7 @@ def next_transfer_is_right(bench: Bench, transfer: Transfer) -> Evidence:
     """Another prompt is handed over between the same engines without faults, and every byte is right."""
     after = completed(bench, transfer).after
     assert after is not None
-    unfinished = after.failed.sentence if after.failed else "; ".join(after.stuck) or after.refused
+    unfinished = after.failed.sentence if after.failed else listed(after.stuck) or after.refused
     if unfinished:
         raise _next_request(transfer, after, f"did not end well: {unfinished}")
     for check in [*all_checks(after), *after.audits[0]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from model_matrix import Family, load_families, parse_topology
-from pytest_kvconform.result import Blocked, HarnessError, NotApplicable
+from pytest_kvconform.result import Blocked, HarnessError, NotApplicable, blocked_by
 from pytest_kvconform.rigs.bench import Bench
 from pytest_kvconform.rigs.context import declared_addition, declared_amount
 from pytest_kvconform.rigs.engine.observation import Observation, RequestObservation
@@ -102,5 +102,5 @@ def completed(bench: Bench, scenario: Scenario) -> Observation:
         raise Blocked(observed.excuse)
     if observed.failed or observed.stuck:
         # an engine died or hung, which is no clean refusal
-        raise Blocked(f"depends on kv::engine/handover::completes[{bench.cell}-{scenario}]")
+        raise blocked_by(f"kv::engine/handover::completes[{bench.cell}-{scenario}]")
     return observed

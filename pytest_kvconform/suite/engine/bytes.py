@@ -12,7 +12,7 @@ from pytest_kvconform.kvspace.kinds import NAMES, intervals
 from pytest_kvconform.kvspace.rows.diagnose import count_rows, diagnose_rows
 from pytest_kvconform.kvspace.rows.draw import draw_rows
 from pytest_kvconform.kvspace.rows.window import missing_window
-from pytest_kvconform.result import Blocked, Evidence, Finding, Violation
+from pytest_kvconform.result import Evidence, Finding, Violation, blocked_by
 from pytest_kvconform.rigs.bench import Bench
 from pytest_kvconform.rigs.engine.observation import Observation
 from pytest_kvconform.rigs.scenario import Scenario
@@ -29,21 +29,17 @@ def _with_loaded_kv(bench: Bench, scenario: Scenario) -> Observation:
     """
     observed = completed(bench, scenario)
     loads = loads_of(bench, observed)
+    case = f"kv::engine/handover::d_computes_only_missing_tokens[{bench.cell}-{scenario}]"
     try:
         loads.check()
     except Violation as broken:
-        on = f"depends on kv::engine/handover::d_computes_only_missing_tokens[{bench.cell}-{scenario}]"
         if not all(r.decode.external_tokens for r in observed.requests):
-            raise Blocked(f"{on}: {broken}", refused=bool(broken.finding.declined)) from None
+            raise blocked_by(case, str(broken), bool(broken.finding.declined)) from None
     loads.require_some()
     observed = replace(observed, requests=tuple(r for r in observed.requests if r.decode.external_tokens))
     for r in observed.requests:
         if r.rows is None or r.decode.first_computed <= 0 or not r.decode.external_tokens:
-            on = (
-                f"depends on kv::engine/handover::d_computes_only_missing_tokens[{bench.cell}-{scenario}]: D "
-                f"loaded nothing for {r.name}"
-            )
-            raise Blocked(on, refused=True)
+            raise blocked_by(case, f"D loaded nothing for {r.name}", refused=True)
     return observed
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pytest_kvconform.case import case
-from pytest_kvconform.result import Blocked, Evidence, Finding, Violation
+from pytest_kvconform.result import Blocked, Evidence, Finding, Violation, blocked_by
 from pytest_kvconform.rigs.bench import Bench
 from pytest_kvconform.rigs.engine.handle import EngineFailed
 from pytest_kvconform.rigs.scenario import Scenario
@@ -20,8 +20,8 @@ def no_threads_ports_or_processes_left(bench: Bench, scenario: Scenario) -> Evid
         ends = bench.engine.leftovers(bench.cell)
     except EngineFailed as failed:
         if failed.how == "refused":
-            on = f"depends on kv::engine/start::engines_start[{bench.cell}]: {failed.sentence}"
-            raise Blocked(on, refused=failed.declined) from None
+            case = f"kv::engine/start::engines_start[{bench.cell}]"
+            raise blocked_by(case, failed.sentence, failed.declined) from None
         raise Violation(
             Finding(
                 rule="KV-SHUTDOWN-001", happened=failed.sentence, log=failed.log, diagnosis=failed.sentence

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pytest_kvconform.case import case
-from pytest_kvconform.result import Evidence, Finding, Violation
+from pytest_kvconform.result import Evidence, Finding, Violation, blocked_by
 from pytest_kvconform.rigs.bench import Bench
 from pytest_kvconform.rigs.engine.handle import EngineFailed
 from pytest_kvconform.suite.engine._scenarios import has_state, has_window
@@ -63,9 +63,4 @@ def hybrid_allocator_stays_on(bench: Bench, _: None) -> Evidence:
 
 def _stands_on_start(bench: Bench, failed: EngineFailed) -> Exception:
     """Build the Blocked of a case whose engines did not start."""
-    from pytest_kvconform.result import Blocked
-
-    return Blocked(
-        f"depends on kv::engine/start::engines_start[{bench.cell}]: {failed.sentence}",
-        refused=failed.declined,
-    )
+    return blocked_by(f"kv::engine/start::engines_start[{bench.cell}]", failed.sentence, failed.declined)

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from pytest_kvconform.case import case
-from pytest_kvconform.result import Blocked, Evidence, repr_of
+from pytest_kvconform.result import Evidence, blocked_by, repr_of
 from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.scheduler.connector_class import call_class_hook, require_standard_reports
 from pytest_kvconform.rigs.scheduler.rig import Rig, Side
@@ -260,9 +260,8 @@ def external_cache_hit_sources_add_up(rig: Rig, _: None) -> Evidence:
         try:
             adds_up = found is None or sum(found.values()) == count
         except (AttributeError, TypeError):
-            raise Blocked(
-                f"depends on kv::interface/capabilities::optional_hooks_return_their_types[{rig.cell}-D]"
-            ) from None
+            case = f"kv::interface/capabilities::optional_hooks_return_their_types[{rig.cell}-D]"
+            raise blocked_by(case) from None
         if not adds_up:
             raise rig.violation(
                 "",

@@ -16,7 +16,15 @@ import time
 import numpy as np
 
 from pytest_kvconform import declaration
-from pytest_kvconform.result import Blocked, Evidence, Finding, HarnessError, NotApplicable, Violation
+from pytest_kvconform.result import (
+    Blocked,
+    Evidence,
+    Finding,
+    HarnessError,
+    NotApplicable,
+    Violation,
+    blocked_by,
+)
 
 if day := os.environ.get("FAKEKV_TODAY"):
     declaration.today = functools.partial(datetime.date.fromisoformat, day)
@@ -51,9 +59,10 @@ def act(bench, rule, name, variant, moved):
             Finding(rule=rule, happened=f"P did not start for {word}: no such size", declined="no such size")
         )
     if deed == "depends on a refusal":
-        raise Blocked("depends on kv::engine/start::engines_start: P did not start", refused=True)
+        raise blocked_by("kv::engine/start::engines_start", "P did not start", refused=True)
     if deed.startswith("depends on kv::"):
-        raise Blocked(f"{deed}: P did not start: KeyError in __init__ (m.py:61): 'hosts'")
+        case = deed.removeprefix("depends on ")
+        raise blocked_by(case, "P did not start: KeyError in __init__ (m.py:61): 'hosts'")
     if deed == "blocked":
         raise Blocked("no GPU here; run on a machine with one")
     if deed == "not applicable":

@@ -16,6 +16,7 @@ from pytest_kvconform.rigs.scheduler.connector_class import REPORTS, classes_wit
 from pytest_kvconform.rigs.scheduler.leaks import A_FEW, ENOUGH, LATER_S, growing_memory, mentions, remembered
 from pytest_kvconform.rigs.scheduler.live.clocks import set_ahead
 from pytest_kvconform.rigs.scheduler.rig import BLOCK, LEFT
+from pytest_kvconform.rigs.scheduler.violations import RELEASES
 
 if TYPE_CHECKING:
     from pytest_kvconform.rigs.scheduler.live.engine import LiveEngine
@@ -219,7 +220,7 @@ def _end_one(live: Live, ending: str, role: str, owner: int, prompt: tuple[int, 
         _bring_to_end(live, live.p, id, how, state)
         if who == "p" and not state and live.p.do(_has_params, id):
             _load(live, prompt, owner, id, max_tokens=1)
-        live.settle(lambda: not live.p.kept(), "releases")
+        live.settle(lambda: not live.p.kept(), RELEASES)
     else:
         like = live.p.add(prompt, owner, asked)
         live.settle(lambda: live.p.ended([like]), "prefills")
@@ -228,7 +229,7 @@ def _end_one(live: Live, ending: str, role: str, owner: int, prompt: tuple[int, 
             live.settle(lambda: live.d.ended([warm]), "requests of D")
         id = _load(live, prompt, owner, like, max_tokens=tokens, stop=how == "stop", ends=False)
         _bring_to_end(live, live.d, id, how, state)
-        live.settle(lambda: not live.d.kept(), "releases")
+        live.settle(lambda: not live.d.kept(), RELEASES)
     for one in live.engines:
         one.step()
         one.do(_forget)

@@ -21,7 +21,6 @@ from pytest_kvconform.rigs.processes.linux import die_with_parent
 from pytest_kvconform.rigs.scheduler.live import ends
 from pytest_kvconform.rigs.scheduler.live.config import LiveSpec, live_config
 from pytest_kvconform.rigs.scheduler.live.engine import LiveEngine
-from pytest_kvconform.rigs.scheduler.violations import NOT_ENDED
 
 if TYPE_CHECKING:
     from pytest_kvconform.rigs.scheduler.rig import Rig
@@ -188,9 +187,10 @@ class Live:
             elif deadline.over() and steps > (SETTLE_STEPS // 5 if self.rig.waited else SETTLE_STEPS):
                 waiting = [f"{id} is {status}" for found in now for id, status in found.items()]
                 keeping = " and ".join(e.spec.role for e in self.engines if e.kept()) or "an engine"
+                self.rig.waited_for = what
                 raise self.rig.violation(
                     "",
-                    f"{what} {NOT_ENDED}: "
+                    f"{what} did not come to their end: "
                     f"{', '.join(waiting[:4]) or f'{keeping} keeps blocks'}, and nothing has changed for "
                     f"{limit:g} s" + ", after another case had waited longer in vain" * self.rig.waited,
                     diagnosis=self._why_d_keeps(limit) if not waiting else "",

@@ -9,7 +9,7 @@ from pytest_kvconform.kv_config import BIDIRECTIONAL
 from pytest_kvconform.kvspace.kinds import COLLATERAL
 from pytest_kvconform.kvspace.pools.diagnose import count_pool, diagnose_pool
 from pytest_kvconform.kvspace.pools.draw import draw_pool
-from pytest_kvconform.result import Blocked, Cell, Finding, NotApplicable
+from pytest_kvconform.result import Blocked, Cell, Finding, NotApplicable, blocked_by
 from pytest_kvconform.rigs.bench import Bench
 from pytest_kvconform.rigs.bytes.handover import Received
 from pytest_kvconform.rigs.bytes.messages import Check
@@ -130,7 +130,7 @@ def ended(bench: Bench, transfer: Transfer) -> TurnObservation:
     if observed.excuse:
         raise Blocked(observed.excuse)
     if observed.failed or observed.stuck:
-        raise Blocked(f"depends on {ENDS}[{bench.cell}-{transfer}]", refused=observed.declined)
+        raise blocked_by(f"{ENDS}[{bench.cell}-{transfer}]", refused=observed.declined)
     require_first_turn(bench, observed)
     return observed
 
@@ -138,7 +138,7 @@ def ended(bench: Bench, transfer: Transfer) -> TurnObservation:
 def require_first_turn(bench: Bench, observed: TurnObservation) -> None:
     """Raise Blocked if D's request of the first turn ended with an error: cases about one turn tell why."""
     if any(r.finish == "error" for r in observed.requests[:1]):
-        raise Blocked(f"depends on kv::bytes/handover::completes[{bench.cell}]", refused=True)
+        raise blocked_by(f"kv::bytes/handover::completes[{bench.cell}]", refused=True)
 
 
 def with_both_turns(bench: Bench, transfer: Transfer) -> tuple[TurnObservation, Received]:
@@ -147,7 +147,7 @@ def with_both_turns(bench: Bench, transfer: Transfer) -> tuple[TurnObservation, 
     loaded = observed.on_p
     if loaded is None or loaded.finish == "error" or not loads(observed):
         name = transfer.name if transfer.name == SAME_P else NEXT
-        raise Blocked(f"depends on {COMPUTES}[{bench.cell}-{name}]: P loaded nothing of D", refused=True)
+        raise blocked_by(f"{COMPUTES}[{bench.cell}-{name}]", "P loaded nothing of D", refused=True)
     return observed, loaded
 
 

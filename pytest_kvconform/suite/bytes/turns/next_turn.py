@@ -8,7 +8,7 @@ from __future__ import annotations
 from pytest_kvconform.case import case
 from pytest_kvconform.kv_config.turn_lease import declare_turn_lease
 from pytest_kvconform.kvspace.kinds import COLLATERAL
-from pytest_kvconform.result import Blocked, Evidence, Finding, NotApplicable, Violation
+from pytest_kvconform.result import Blocked, Evidence, Finding, NotApplicable, Violation, blocked_by
 from pytest_kvconform.rigs.bench import Bench
 from pytest_kvconform.rigs.bytes.handover import Received
 from pytest_kvconform.rigs.bytes.turns.two_turns import TurnObservation
@@ -101,7 +101,7 @@ def p_computes_only_missing_tokens(bench: Bench, transfer: Transfer) -> Evidence
     loaded = observed.on_p
     assert loaded is not None
     if loaded.finish == "error":
-        raise Blocked(f"depends on {ENDS}[{bench.cell}-{transfer}]", refused=True)
+        raise blocked_by(f"{ENDS}[{bench.cell}-{transfer}]", refused=True)
     trace = loaded.decode
     if not trace.external_tokens:
         raise Violation(_computed(loaded, "P loaded nothing of what D has", declined=True))
@@ -134,7 +134,7 @@ def d_is_right_in_both_turns(bench: Bench, transfer: Transfer) -> Evidence:
     """
     observed, loaded = with_both_turns(bench, transfer)
     if any(check.pool.wrong or check.missing for check in loaded.checks):  # P hands over what it has
-        raise Blocked(f"depends on {LOADS}[{bench.cell}-{transfer}]: P has loaded something else than D has")
+        raise blocked_by(f"{LOADS}[{bench.cell}-{transfer}]", "P has loaded something else than D has")
     checks = [(r, check) for r in observed.requests for check in r.checks]
     for r, check in checks:
         if wrong_words(check, "attention") or wrong_words(check, "state"):
@@ -297,7 +297,7 @@ def _computed(loaded: Received, what: str, declined: bool = False) -> Finding:
 
 def _not_asked(bench: Bench, observed: TurnObservation) -> Exception:
     if not observed.answered:
-        return Blocked(f"depends on KV-TURN-002: {NO_PARAMS}", refused=True)
+        return blocked_by("KV-TURN-002", NO_PARAMS, refused=True)
     return _still_held(bench, observed)
 
 
@@ -305,7 +305,7 @@ def _still_held(bench: Bench, observed: TurnObservation) -> Exception:
     if (lease := turn_lease_s(bench)) > bench.context.deadlines.release:
         return Blocked(declare_turn_lease(lease))
     case = f"kv::bytes/turns/next_turn::d_frees_what_nobody_reads[{bench.cell}-{NO_TURN}]"
-    return Blocked(f"depends on {case}: D has not freed its blocks")
+    return blocked_by(case, "D has not freed its blocks")
 
 
 def _kept(usage: Usage) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from pytest_kvconform.result import Blocked, Violation
+from pytest_kvconform.result import Violation, blocked_by
 from pytest_kvconform.rigs.bench import Bench
 from pytest_kvconform.rigs.peers.messages import EngineObservation, RankObservation
 from pytest_kvconform.rigs.peers.rank_scenarios import RANKS
@@ -56,7 +56,7 @@ def check_reported_once(bench: Bench, scenario: str, rule: str) -> None:
                             "second report for another rank's",
                         )
     if failed and any(not_waiting(observed, role) for role in "PD"):
-        raise Blocked("depends on kv::protocol/peers/rank_reports::only_waiting_requests_are_reported")
+        raise blocked_by("kv::protocol/peers/rank_reports::only_waiting_requests_are_reported")
     if failed:
         raise failed
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pytest_kvconform.case import case
-from pytest_kvconform.result import Blocked, Cell, Evidence
+from pytest_kvconform.result import Blocked, Cell, Evidence, blocked_by
 from pytest_kvconform.rigs.bench import Bench
 from pytest_kvconform.rigs.context import RELEASE_S
 from pytest_kvconform.rigs.peers.scenario_engines import KEEPS, ScenarioObservation
@@ -64,9 +64,8 @@ def _freed(bench: Bench, name: str, rule: str, owns: str) -> ScenarioObservation
     """Observe a scenario in which P has freed the blocks of its request."""
     observed = _with_short_lease(bench, name, rule, owns)
     if not observed.numbers["freed"]:
-        raise Blocked(
-            "depends on kv::protocol/peers/lease::expired_lease_frees_blocks: P has not freed the blocks"
-        )
+        case = "kv::protocol/peers/lease::expired_lease_frees_blocks"
+        raise blocked_by(case, "P has not freed the blocks")
     return observed
 
 

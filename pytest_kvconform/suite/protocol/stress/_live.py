@@ -10,6 +10,7 @@ from model_matrix import parse_topology
 from model_matrix.geometries import State, load_geometries
 from pytest_kvconform.result import Cell, Evidence, NotApplicable, Violation
 from pytest_kvconform.rigs.processes.cores import Deadline
+from pytest_kvconform.rigs.scheduler.violations import RELEASES
 from pytest_kvconform.suite.protocol._scenarios import one_group
 
 Prompts = dict[int, tuple[int, ...]]  # owner -> prompt
@@ -124,7 +125,7 @@ def settle(live: Any, ids: Iterable[str], d: Any = None, released: bool = True) 
     if failed := [id for id, finish in d.finishes(wanted).items() if finish == "error"]:
         raise live.rig.violation("", f"{failed[0]} ended with an error: the connector gave its load up")
     if released:
-        live.settle(lambda: all(engine.is_idle() for engine in live.engines), "releases")
+        live.settle(lambda: all(engine.is_idle() for engine in live.engines), RELEASES)
 
 
 def loaded(live: Any, ids: Iterable[str], d: Any = None) -> Evidence:

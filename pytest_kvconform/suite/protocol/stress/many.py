@@ -8,6 +8,7 @@ from typing import Any
 from pytest_kvconform.case import case
 from pytest_kvconform.result import Evidence
 from pytest_kvconform.rigs.scheduler.rig import Rig
+from pytest_kvconform.rigs.scheduler.violations import RELEASES
 from pytest_kvconform.suite.protocol.stress._live import (
     Prompts,
     abort_once_admitted,
@@ -114,7 +115,7 @@ def _round(live: Any, prompts: Prompts) -> None:
         if aborted:  # D's workers hear of the aborts while they load
             live.d.step(2, alone_s=live.rig.scaled_seconds(ALONE_S))
         live.settle(lambda: live.d.ended(ids) and not live.d.kept(), "requests of D")
-    live.settle(lambda: live.p.kept() <= live.aborted, "releases")
+    live.settle(lambda: live.p.kept() <= live.aborted, RELEASES)
     live.check()
     for engine in live.engines:
         engine.step()
