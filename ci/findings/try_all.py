@@ -148,8 +148,14 @@ def keep(finding: Finding, entry: dict[str, Any]) -> None:
     runs = json.loads(RUNS.read_bytes()) if RUNS.exists() else {}
     rows = runs.get(minor, {}).get("findings", {})
     old = rows.get(finding.head)
-    if says_something(entry) or old is None or old["of"] != entry["of"]:
+    kept = says_something(entry) or old is None or old["of"] != entry["of"]
+    if kept:
         rows[finding.head] = entry
+    what = [f"{count} {outcome}" for outcome, count in entry["outcomes"].items()] + entry["programs"]
+    print(
+        f"  {finding.head}: {', '.join(what)}{'' if kept else ' (what an earlier run found stays)'}",
+        flush=True,
+    )
     heads = {one.head for one in findings()}
     runs[minor] = {"vllm": version, "findings": {head: rows[head] for head in rows.keys() & heads}}
     RUNS.write_text(json.dumps(runs, indent=1, sort_keys=True) + "\n", encoding="utf-8")
