@@ -15,12 +15,13 @@ SETUP = VENV='$(VENV)' VLLM='$(VLLM)' PYTHON='$(PYTHON)' TORCH_INDEX='$(TORCH_IN
 # Some containers set it. Each of the processes of pytest would then compile the suite anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help conform test lint format docs bench clean
+.PHONY: help conform test test-all test-night lint format docs bench clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make conform [CONNECTOR=...] [ARGS=...]   run the conformance suite on a connector"
-	@echo "make test    [ARGS=...]                   run this project's own tests"
+	@echo "make test    [ARGS=...]                   run this project's own tests: those of some minutes"
+	@echo "make test-all, make test-night            and those of connectors and servers; and the longest"
 	@echo "make lint                                 ruff and mypy"
 	@echo "make format                               let ruff rewrite the files"
 	@echo "make docs                                 build the documentation as a site, in site/"
@@ -40,9 +41,13 @@ conform:
 	@$(SETUP) cpu accuracy $(WITH)
 	@$(VENV)/bin/pytest --kv-connector='$(CONNECTOR)' $(DECLARED) -n $(or $(JOBS),2) $(ARGS)
 
-test:
+# tests/helpers/rings.py tells which tests are in a ring.
+test: RING = first
+test-all: RING = all
+test-night: RING = night
+test test-all test-night:
 	@$(SETUP) cpu accuracy test
-	@$(VENV)/bin/pytest -n $(or $(JOBS),2) --dist loadfile $(ARGS)
+	@$(VENV)/bin/pytest -n $(or $(JOBS),2) --dist loadfile --ring $(RING) $(ARGS)
 
 lint:
 	@$(SETUP) test

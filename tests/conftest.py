@@ -12,7 +12,7 @@ pytest_plugins = [
     "pytester",
     "tests.small_suite.runs",
     "tests.helpers.mistakes",
-    "tests.helpers.nightly",
+    "tests.helpers.rings",
     "tests.helpers.warm_zygotes",
 ]
 

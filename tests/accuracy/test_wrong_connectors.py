@@ -13,6 +13,7 @@ from pytest_kvconform.apply_declaration import Criteria
 from pytest_kvconform.result import Outcome
 from pytest_kvconform.verdict import decide_verdict
 from tests.helpers.case_runner import CaseRunner, CellRun
+from tests.helpers.rings import night
 
 Run = Callable[..., CellRun]
 ANSWERED, LOADED = "every_question_is_answered", "each_question_is_loaded"
@@ -62,6 +63,7 @@ def test_a_d_that_computes_everything_has_no_evidence(run_cases: Run, questions:
     assert run.outcomes[EQUAL] == "BLOCKED"  # its answers are those of D alone, and show nothing
 
 
+@pytest.mark.night
 def test_a_d_that_computes_some_prompts_has_no_evidence_for_these(
     run_cases: Run, questions: Callable[..., None]
 ) -> None:
@@ -75,7 +77,9 @@ def test_a_d_that_computes_some_prompts_has_no_evidence_for_these(
     )
 
 
-@pytest.mark.parametrize(("declared", "due"), [({}, "the whole blocks"), ({"min_load": 32}, "what is due")])
+@pytest.mark.parametrize(
+    ("declared", "due"), [night({}, "the whole blocks"), ({"min_load": 32}, "what is due")]
+)
 def test_a_d_that_computes_while_it_loads_others_is_asked_in_turn(
     run_cases: Run, declared: dict[str, int], due: str
 ) -> None:
@@ -105,7 +109,7 @@ def test_a_d_that_loads_one_block_breaks_what_it_declares(
     assert "load_granularity = 64 is declared, and of 16 of 16 requests" in run.findings[LOADED].happened
 
 
-@pytest.mark.parametrize("declared", [{}, {"load_granularity": 512}])
+@pytest.mark.parametrize("declared", [night({}), {"load_granularity": 512}])
 def test_chunks_that_are_longer_than_the_questions_are_asked_with_longer_prompts(
     run_cases: Run, questions: Callable[..., None], declared: dict[str, int]
 ) -> None:
@@ -117,6 +121,7 @@ def test_chunks_that_are_longer_than_the_questions_are_asked_with_longer_prompts
     assert run.evidence[LOADED].external_tokens == 16 * 512
 
 
+@pytest.mark.night
 def test_a_d_that_loads_longer_prompts_alone_is_told_how_much_it_lacks(
     run_cases: Run, questions: Callable[..., None]
 ) -> None:
@@ -127,6 +132,7 @@ def test_a_d_that_loads_longer_prompts_alone_is_told_how_much_it_lacks(
     assert run.evidence[LOADED].external_tokens < 64 * 256  # of some prompts nothing was loaded
 
 
+@pytest.mark.night
 def test_a_d_that_computes_what_its_loads_failed_to_bring_does_not_answer(
     run_cases: Run, questions: Callable[..., None]
 ) -> None:
@@ -142,7 +148,7 @@ def test_a_d_that_computes_what_its_loads_failed_to_bring_does_not_answer(
     [
         ("WholeBlocks", set(), "PASS"),
         ("Evicts", set(), "BLOCKED"),
-        ("KeepsForItself", {LOADED}, "FAIL"),
+        night("KeepsForItself", {LOADED}, "FAIL"),
         ("KeepsNothing", {LOADED}, "FAIL"),
     ],
 )
@@ -164,6 +170,7 @@ def test_a_d_with_a_cache_of_its_own_is_no_baseline(run_cases: Run, questions: C
     assert {run.outcomes[name] for name in (ANSWERED, LOADED, BYTES, BLOCKS)} == {"PASS"}, run.reasons
 
 
+@pytest.mark.night
 def test_what_d_has_in_a_cache_of_its_own_is_no_hand_over(
     run_cases: Run, questions: Callable[..., None]
 ) -> None:
@@ -173,6 +180,7 @@ def test_what_d_has_in_a_cache_of_its_own_is_no_hand_over(
     assert "although D was asked one question after" in run.findings[LOADED].happened
 
 
+@pytest.mark.night
 def test_one_wrong_block_in_one_request_of_twenty_changes_answers(
     run_cases: Run, questions: Callable[..., None]
 ) -> None:
@@ -183,10 +191,12 @@ def test_one_wrong_block_in_one_request_of_twenty_changes_answers(
     assert LOADED not in run.failed
 
 
+@pytest.mark.night
 def test_one_wrong_block_in_one_request_of_fifty_changes_answers(run_cases: Run) -> None:
     assert EQUAL in run_cases("CorruptsOneInFifty").failed
 
 
+@pytest.mark.night
 def test_one_question_that_is_wrong_each_time_is_named(run_cases: Run) -> None:
     run = run_cases("CorruptsOneQuestion")
     assert run.failed == {EQUAL}, run.reasons
@@ -244,6 +254,7 @@ def test_a_server_that_dies_is_the_connectors_doing(run_cases: Run, questions: C
     assert run.outcomes[LOADED] == "BLOCKED"
 
 
+@pytest.mark.night
 def test_a_request_that_is_never_answered_is_the_connectors_doing(
     run_cases: Run, questions: Callable[..., None]
 ) -> None:
@@ -282,6 +293,7 @@ def test_what_a_connector_needs_and_is_not_here_is_no_violation(
     assert "the package a_package_that_is_not_installed is not installed here" in run.reasons[ANSWERED]
 
 
+@pytest.mark.night
 def test_a_failure_that_does_not_come_again_is_no_violation(
     run_cases: Run, questions: Callable[..., None]
 ) -> None:
@@ -292,6 +304,7 @@ def test_a_failure_that_does_not_come_again_is_no_violation(
     assert "once is enough; nothing failed when the same was done once more" in run.reasons[ANSWERED]
 
 
+@pytest.mark.night
 def test_a_server_that_never_comes_up_is_the_connectors_doing(
     run_cases: Run, questions: Callable[..., None]
 ) -> None:

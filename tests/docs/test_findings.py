@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from tests.helpers.fixtures import must_be_installed
+from tests.helpers.rings import night
 
 from .pages import PAGES, blocks
 
@@ -47,6 +48,7 @@ def test_the_cpu_kernel_refuses_one_row_as_the_findings_say() -> None:
     )
 
 
+@pytest.mark.night
 def test_latent_attention_is_as_the_findings_say() -> None:
     """Five programs in one process, which imports vLLM once."""
     must_be_installed()
@@ -82,11 +84,11 @@ def test_a_generator_on_cpu_has_no_position_as_the_findings_say() -> None:
 @pytest.mark.parametrize(
     ("of", "begins"),
     [
-        ("prompt_embeds", ("NixlPull", "NixlPush")),
+        night("prompt_embeds", ("NixlPull", "NixlPush")),
         ("KeyMetadata", ("fields: ", "key: ")),
-        ("LookupKeyClient(", ("still in: ",)),
-        ("SimpleCPUOffloadWorker(", ("reported after a preemption",)),
-        ("get_zmq_rpc_path_lookup(", ("lookup_rpc_port_0",)),
+        night("LookupKeyClient(", ("still in: ",)),
+        night("SimpleCPUOffloadWorker(", ("reported after a preemption",)),
+        night("get_zmq_rpc_path_lookup(", ("lookup_rpc_port_0",)),
         ("NixlPullConnectorScheduler)", ("first: ", "after a preemption, or a failed load")),
     ],
     ids=["embeddings", "keys", "collection", "preemption", "socket", "next turn"],

@@ -18,6 +18,7 @@ from pytest_kvconform.rigs.processes.stacks import last_stacks, stack_of
 from pytest_kvconform.verdict import EXIT_CODES
 from tests.helpers.case_runner import CaseRunner
 from tests.helpers.fixtures import importable_from
+from tests.helpers.rings import night
 
 from .command import Run
 
@@ -52,7 +53,7 @@ def names(case_runner: CaseRunner) -> dict[str, str]:
     return {"family": "llama3_1_8b", "setup": "b16", "bad": "n17", "good": "n55"}
 
 
-@pytest.mark.parametrize("way", ["raises", "hangs", "ends"])
+@pytest.mark.parametrize("way", [night("raises"), "hangs", "ends"])
 @pytest.mark.parametrize("topology", ["P1D1", "P1D2"])
 def test_a_kernel_that_fails_is_not_the_connectors_fault(
     broken: CaseRunner, fault_file: Path, way: str, topology: str

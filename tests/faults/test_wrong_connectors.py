@@ -10,6 +10,7 @@ import pytest
 from pytest_kvconform.plan import load_module
 from tests.faults.conftest import MODULES
 from tests.helpers.case_runner import CellRun
+from tests.helpers.rings import night
 from tests.helpers.wrong import Wrong
 
 SHORT = 0.2  # of deadlines, where one of them has to be waited for
@@ -52,6 +53,7 @@ WRONG = [
         variants="failed",
         blocked=STOPPED,
         scale=SHORT,
+        night=True,
     ),
     Wrong(
         "RaisesOnFailure",
@@ -157,6 +159,7 @@ WRONG = [
         variants="later",
         family=KIMI,
         setup="mla64",
+        night=True,
     ),
     Wrong(
         "ForgetsFailedState",
@@ -291,7 +294,7 @@ def test_a_right_connector_with_a_fault_hook_passes_every_case(run_cases: Callab
     }
 
 
-@pytest.mark.parametrize("connector", ["LeavesAlone", "LeavesAloneForGood"])
+@pytest.mark.parametrize("connector", ["LeavesAlone", night("LeavesAloneForGood")])
 def test_d_may_compute_for_a_while_after_a_failure(run_cases: Callable[..., CellRun], connector: str) -> None:
     wrong = f"tests.peers.wrong_connectors.unreachable:{connector}"
     run = run_cases(wrong, LLAMA, "P1D1", "failed slow not_begun", 1.0)

@@ -3,7 +3,7 @@
 One row for each wrong connector and rule: the mistake as the class describes it, the rule, and the sentence
 of the first case that found it.
 
-    make test ARGS="--nightly --mistakes=kv-mistakes.md"
+    make test-night ARGS=--mistakes=kv-mistakes.md
 """
 
 from __future__ import annotations

@@ -31,6 +31,7 @@ class Wrong:
     rules: str = ""  # words: all rules that findings name, first that of `fails`; "": not compared
     blocked: Collection[str] = ()  # cases that cannot run
     unsure: Collection[str] = ()  # cases that the test does not look at
+    night: bool = False  # it runs at night alone, see rings.py
 
     def __str__(self) -> str:
         return f"{self.connector}-{self.rules or self.family}-{self.topology}"

@@ -79,6 +79,7 @@ WRONG = [
             r"connector_scheduler\.refused\.item",
         ),
         rules="KV-PARAMS-002",
+        night=True,
     ),
     Wrong(
         "RemembersLoads",
@@ -89,6 +90,7 @@ WRONG = [
             r"connector_scheduler\.loaded\.\*",
         ),
         rules="KV-PARAMS-002",
+        night=True,
     ),
     Wrong(
         "WantsEveryKey",

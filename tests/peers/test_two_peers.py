@@ -12,6 +12,7 @@ from collections.abc import Callable
 import pytest
 
 from pytest_kvconform.rigs.peers.scenarios import APART
+from tests.helpers.rings import night
 from tests.peers.conftest import Reported
 
 RESTARTED = ("restarted_peer_is_a_new_engine[met]", "restarted_peer_is_a_new_engine[stranger]")
@@ -93,10 +94,10 @@ def test_a_second_sample_that_is_wrong_or_does_not_end_is_found(
     [
         "Reference",
         "Right",
-        "tests.right_connectors.amount:StagesCopies",
-        "tests.right_connectors.answers:ServesOnce",
+        night("tests.right_connectors.amount:StagesCopies"),
+        night("tests.right_connectors.answers:ServesOnce"),
         "tests.right_connectors.choices:CircuitBreaker",
-        "tests.right_connectors.designs:LayerWise",
+        night("tests.right_connectors.designs:LayerWise"),
         "tests.right_connectors.sockets:TcpPull",
         "tests.push.right:TcpPush",
     ],
@@ -113,7 +114,7 @@ def test_scenarios_of_their_own_rules_share_no_engine() -> None:
     assert len(set(names)) == len(names)
 
 
-@pytest.mark.parametrize("connector", ["LeavesAlone", "LeavesAloneForGood"])
+@pytest.mark.parametrize("connector", [night("LeavesAlone"), "LeavesAloneForGood"])
 def test_d_may_compute_for_a_while_what_a_new_engine_has(
     run_cases: Callable[..., Reported], connector: str
 ) -> None:
@@ -127,7 +128,7 @@ def test_d_may_compute_for_a_while_what_a_new_engine_has(
 
 
 @pytest.mark.parametrize(
-    "connector", ["ReportsOneFailure", "Reference", "tests.right_connectors.sockets:TcpPull"]
+    "connector", ["ReportsOneFailure", "Reference", night("tests.right_connectors.sockets:TcpPull")]
 )
 def test_each_of_two_loads_that_fail_together_is_reported(
     run_cases: Callable[..., Reported], connector: str

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.helpers.rings import night
 from tests.helpers.wrong import Wrong, modules_about, on
 from tests.peers.conftest import MODULES, Reported, too_slow
 
@@ -54,6 +55,7 @@ WRONG = [
         on(UNREACHABLE, r"did not end within 12 s.*\n.*without a deadline")
         | on(BROKEN, r"was reset .* did not end within 12 s\n.*waits for an answer that cannot come"),
         scale=SHORT,
+        night=True,
     ),
     Wrong(
         "RaisesWhenUnreachable",
@@ -63,8 +65,8 @@ WRONG = [
         ),
         blocked=f"{OTHERS} restarted_peer_is_a_new_engine[met] load_ends_when_p_dies".split(),
     ),
-    Wrong("HoldsAllBack", on(OTHER_LOADS, HELD_UP)),
-    Wrong("OneAtATime", on("unreachable_peer_delays_no_other_load[silent_peer]", HELD_UP)),
+    Wrong("HoldsAllBack", on(OTHER_LOADS, HELD_UP), night=True),
+    Wrong("OneAtATime", on("unreachable_peer_delays_no_other_load[silent_peer]", HELD_UP), night=True),
     Wrong(
         "WaitsForPeers",
         on(OTHERS, HELD_UP)
@@ -88,13 +90,16 @@ WRONG = [
         | on("load_ends_when_p_dies", "the next request of D, from a new P, ended with an error"),
     ),
     Wrong("GivesUpForGood", on(BROKEN, "a later request, without resets, ended with an error")),
-    Wrong("TrustsLeases", on(TOO_LATE, STOOD_THERE)),
-    Wrong("LooksBefore", on("load_after_the_lease_is_detected[lease_ends_during_load]", STOOD_THERE)),
+    Wrong("TrustsLeases", on(TOO_LATE, STOOD_THERE), night=True),
+    Wrong(
+        "LooksBefore", on("load_after_the_lease_is_detected[lease_ends_during_load]", STOOD_THERE), night=True
+    ),
     Wrong(
         "NeverExpires",
         on("expired_lease_frees_blocks", "without a deadline"),
         blocked=f"{TOO_LATE} late_notification_is_ignored".split(),
         scale=SHORT,
+        night=True,
     ),
     Wrong(
         "ExpiresEarly",
@@ -115,11 +120,9 @@ WRONG = [
             "loaded what P had written into the blocks since",
         ),
         rules="KV-BYTES-001",  # and not KV-LEASE-004, a SHOULD
+        night=True,
     ),
-    Wrong(
-        "SpeaksWhenScheduled",
-        on(QUEUED, "before it was scheduled"),
-    ),
+    Wrong("SpeaksWhenScheduled", on(QUEUED, "before it was scheduled"), night=True),
     Wrong("SpeaksUntilScheduled", on(LOADING, "for its load to end")),
     Wrong(
         "BelievesEveryMessage",
@@ -156,7 +159,10 @@ WRONG = [
         on("each_rank_reports_once", "rank 1 of D named request .* 2 times in finished_recving"),
     ),
     mistake_of_rank(
-        "ForgetsToSay", on("each_rank_reports_once", "rank 1 of D never named request"), scale=SHORT
+        "ForgetsToSay",
+        on("each_rank_reports_once", "rank 1 of D never named request"),
+        scale=SHORT,
+        night=True,
     ),
     mistake_of_rank(
         "NamesWhatItGaveUp",
@@ -264,6 +270,7 @@ def test_more_ranks_report_than_are_counted(run_cases: Callable[..., Reported]) 
     assert outcome == "FAIL" and "AssertionError in _update_from_kv_xfer_finished" in happened, happened
 
 
+@pytest.mark.night
 def test_a_full_p_is_waited_for_once(run_cases: Callable[..., Reported]) -> None:
     found = run_cases("KeepsBlocks", "P1D2")
     assert {name for name, (outcome, _) in found.items() if outcome == "FAIL"} == {"each_rank_reports_once"}
@@ -284,10 +291,10 @@ BREAKS = [
         on("load_ends_when_p_dies", r"the request did not end within 12 s\n.*for a peer that is gone"),
         scale=SHORT,
     ),
-    Wrong("DiesOfAReset", on(RESET, "the request did not end within 12 s"), scale=SHORT),
-    Wrong("TakesResetForTheEnd", on(RESET, "the request loaded wrong bytes")),
-    Wrong("LooksUpFirst", on("load_ends_when_p_dies", "the request loaded wrong bytes")),
-    Wrong("TcpPull", {}),
+    Wrong("DiesOfAReset", on(RESET, "the request did not end within 12 s"), scale=SHORT, night=True),
+    Wrong("TakesResetForTheEnd", on(RESET, "the request loaded wrong bytes"), night=True),
+    Wrong("LooksUpFirst", on("load_ends_when_p_dies", "the request loaded wrong bytes"), night=True),
+    Wrong("TcpPull", {}, night=True),
 ]
 
 
@@ -309,7 +316,7 @@ def test_what_a_connector_does_when_connections_break(
 @pytest.mark.parametrize(
     ("topology", "fails"),
     [
-        (
+        night(
             "P1D1",
             {
                 "unreachable_peer_delays_no_other_load[silent_peer]",

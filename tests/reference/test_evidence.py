@@ -23,6 +23,7 @@ from pytest_kvconform.settings import Settings
 from pytest_kvconform.subject import Subject
 from tests.docs.pages import PAGES, tables
 from tests.helpers.fixtures import ROOT, importable_from, must_be_installed
+from tests.helpers.rings import night
 
 GEOMETRIES = "gpt_oss_20b", "qwen3_5_35b_a3b"
 
@@ -308,8 +309,8 @@ def test_a_short_soak_of_a_right_connector(soak: Callable[..., Any], monkeypatch
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("LeaksHandles", "D leaks NIXL handles: "),
-        ("KeepsBlocks", "P at rest still has "),
+        night("LeaksHandles", "D leaks NIXL handles: "),
+        night("KeepsBlocks", "P at rest still has "),
         ("OneWrongByte", "1 word"),
         ("KeepsPeers", "D leaks NIXL peers: "),
     ],

@@ -19,6 +19,7 @@ from pytest_kvconform.suite.engine._threads import of_engines
 from tests.helpers import case_runner as runner_of_cases
 from tests.helpers.case_runner import CaseRunner, CellRun
 from tests.helpers.fixtures import ROOT, fixtures, importable_from, must_be_installed
+from tests.helpers.rings import night, some_at_night
 
 GEOMETRIES = ("llama3_1_8b", "gemma3_1b")
 MEMORY, ENDS = "memory_of_ended_requests_is_bounded", "every_block_is_freed"
@@ -193,13 +194,13 @@ def _run(
     )
 
 
-@pytest.mark.parametrize("connector", PROTOCOL)
+@pytest.mark.parametrize("connector", some_at_night(PROTOCOL, ["RemembersLoads"]))
 def test_a_right_scheduler_half_conforms(run_cases: Callable[..., CellRun], connector: str) -> None:
     cases, remembers = PROTOCOL[connector], 500 if connector == "LongMemory" else 0
     _all_pass(run_cases("protocol", connector, "llama3_1_8b", cases, remembers=remembers), cases)
 
 
-@pytest.mark.parametrize(("connector", "remembers"), [("LongerMemory", 500), ("LongMemory", 0)])
+@pytest.mark.parametrize(("connector", "remembers"), [night("LongerMemory", 500), ("LongMemory", 0)])
 def test_a_memory_above_what_is_declared_is_a_leak(
     run_cases: Callable[..., CellRun], connector: str, remembers: int
 ) -> None:
@@ -273,14 +274,14 @@ def test_a_process_of_an_engine_is_told_from_those_of_python(
     [
         ("EndsWhenCollected", ""),
         ("InUseForAMoment", ""),
-        ("OneContext", ""),
-        ("ReplacesItsThread", ""),
+        night("OneContext", ""),
+        night("ReplacesItsThread", ""),
         ("ReplacesAtLeisure", ""),
-        ("OneContextAndAThread", "after shutdown P still has 2 threads (poller, poller)"),
+        night("OneContextAndAThread", "after shutdown P still has 2 threads (poller, poller)"),
         ("PoolOfThreads", ""),
         ("ThreadOfEachEngine", "after shutdown P still has 1 threads (poller-1)"),
-        ("ThreadEndsLate", "after shutdown P still has 1 threads (poller-1)"),
-        ("ReplacesOnce", "after shutdown P still has 1 threads (poller)"),
+        night("ThreadEndsLate", "after shutdown P still has 1 threads (poller-1)"),
+        night("ReplacesOnce", "after shutdown P still has 1 threads (poller)"),
         ("Tracked", ""),
         ("TrackedAndAProcess", "after shutdown P still has 1 processes (one)"),
         ("ForksByAServer", ""),

@@ -16,6 +16,7 @@ from pytest_kvconform.settings import Settings
 from pytest_kvconform.subject import resolve
 from tests.helpers.case_runner import PROBE_S, CaseRunner, CellRun
 from tests.helpers.fixtures import fixtures
+from tests.helpers.rings import night
 
 RENDEZVOUS = {"handover": "rendezvous"}
 TRANSFERS = "n17 chunked reused preempted_on_p preempted_on_d hit3 failed not_begun slow"
@@ -111,7 +112,7 @@ def test_push_work_may_end_with_a_report_of_the_workers(run_cases: Callable[...,
         ("KeepsTheLast", "p-length", ""),
         ("KeepsWhatItTold", "p-stop d-length d-abort-waiting", "untold.item"),
         ("KeepsBaseIds", "p-length", "bases.item"),
-        ("KeepsRecomputed", "d-failed", "computed.item"),
+        night("KeepsRecomputed", "d-failed", "computed.item"),
     ],
 )
 def test_an_end_may_be_remembered_until_own_workers_know_it(

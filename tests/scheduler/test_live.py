@@ -10,6 +10,7 @@ import pytest
 
 from tests.helpers.case_runner import OF_VLLM, CaseRunner, CellRun
 from tests.helpers.fixtures import ROOT, importable_from, must_be_installed
+from tests.helpers.rings import some_at_night
 from tests.helpers.wrong import Wrong
 
 FOLDER = "protocol/stress/"
@@ -164,7 +165,7 @@ RIGHT = {
 }
 
 
-@pytest.mark.parametrize("connector", RIGHT)
+@pytest.mark.parametrize("connector", some_at_night(RIGHT, ["NixlConnector", "LayerWise"]))
 def test_a_right_connector_passes(run: Run, connector: str) -> None:
     for module in RIGHT[connector].split() or ("",):
         found = run(connector, module)
@@ -180,6 +181,7 @@ def test_a_right_connector_passes(run: Run, connector: str) -> None:
         assert found.outcomes
 
 
+@pytest.mark.night
 def test_blocks_may_be_kept_for_saves_longer_than_the_deadline_of_a_case(run: Run) -> None:
     """They are kept twelve times for 1.6 s. At this scale a case has 9 s while hooks are called."""
     found = run("SlowStore", case=BOUNDED, scale=0.15)

@@ -103,6 +103,7 @@ WRONG = [
         "NeverSure",
         on("none_is_followed_by_an_answer[handed_over]", r"knew no answer for cmpl-D0-0000: it waits"),
         rules="KV-MATCH-006",
+        night=True,
     ),
     # Loads after update_state_after_alloc.
     Wrong(

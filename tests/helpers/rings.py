@@ -1,0 +1,111 @@
+"""The rings of our tests: what runs in minutes, what runs before a change lands, and everything.
+
+    make test          first: what FIRST names, and for each rule a wrong connector that only its cases find
+    make test-all      and the other connectors, servers, findings, pages and workflows
+    make test-night    and what is marked `night`: long waits, and mistakes of which others stay
+
+They give the option --ring. A ring has those before it; --rest leaves the first one out. Where somebody names
+a file of tests, or selects with -k, -m or --lf, every test runs that is meant.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Collection, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pytest_kvconform.plan import load_module, module_names
+from tests.helpers.wrong import Wrong
+
+TESTS = Path(__file__).parents[1]
+RINGS = ("first", "all", "night")
+# folders without engines, or with few of them
+FIRST = (
+    "causes claims cpu_layers declarations helpers house kvspace model_matrix origin plugin report services "
+    "small_suite"
+).split()
+# folders whose engines wait for deadlines, or are started for each test
+LATE = "accuracy engine nodes peers right_connectors".split()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--ring", choices=RINGS, default=RINGS[-1], help="which of our tests run, see rings.py")
+    parser.addoption("--rest", action="store_true", help="leave out the first ring, which has run")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "night: long, and run by make test-night alone")
+    if hasattr(config, "workerinput"):
+        config.option.ring, config.option.rest = config.workerinput["ring"]
+        return
+    selects = config.option.keyword or config.option.markexpr or config.getoption("lf", False)
+    if selects or config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
+        config.option.ring, config.option.rest = RINGS[-1], False
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    """pytest-xdist does not tell how many tests its workers left out."""
+    ours = config.option.ring != RINGS[-1] and not config.pluginmanager.has_plugin("kvconform-runner")
+    return f"ring {config.option.ring}: others are larger, see tests/helpers/rings.py" if ours else ""
+
+
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_configure_node(node: Any) -> None:
+    node.workerinput["ring"] = node.config.option.ring, node.config.option.rest
+
+
+@pytest.hookimpl(tryfirst=True)  # before -k and -m
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    least, most, proven = int(config.option.rest), RINGS.index(config.option.ring), set[str]()
+    if (least, most) == (0, 2):
+        return
+    found = [(item, least <= ring_of(item, proven) <= most) for item in items]
+    config.hook.pytest_deselected(items=[item for item, runs in found if not runs])
+    items[:] = [item for item, runs in found if runs]
+
+
+def ring_of(item: pytest.Item, proven: set[str]) -> int:
+    """The number of the ring of a test.
+
+    `proven`: the rules that tests before it prove, to which those of this test are added.
+    """
+    parameters = getattr(item, "callspec", None)
+    wrong = [one for one in parameters.params.values() if isinstance(one, Wrong)] if parameters else []
+    if item.get_closest_marker("night") or any(one.night for one in wrong):
+        return 2
+    folder = item.path.relative_to(TESTS).parts[0]
+    if folder in FIRST:
+        return 0
+    new = set().union(*map(rules_found_by, wrong)) - proven if folder not in LATE else set()
+    proven |= new
+    return 0 if new else 1
+
+
+def rules_found_by(wrong: Wrong) -> set[str]:
+    """The rules of the cases that find a wrong connector."""
+    names = (re.split(r"[\[*?]", case)[0] for case in wrong.fails)
+    return {*wrong.rules.split(), *(rule for name in names for rule in rules_of_cases().get(name, ()))}
+
+
+@functools.cache
+def rules_of_cases() -> dict[str, set[str]]:
+    """Name of a function -> rules of the cases of this name."""
+    found: dict[str, set[str]] = {}
+    for module in module_names():
+        for case in load_module(module)[1]:
+            found.setdefault(case.name, set()).add(case.rule)
+    return found
+
+
+def night(*values: Any) -> Any:
+    """Parameters of a test that runs at night alone."""
+    return pytest.param(*values, marks=pytest.mark.night)
+
+
+def some_at_night(every: Iterable[str], these: Collection[str]) -> list[Any]:
+    """The parameters of a test, of which these run at night alone."""
+    return [night(one) if one in these else one for one in every]
