@@ -17,6 +17,15 @@ class Declines(Right):
         super().__init__(vllm_config, role, kv_cache_config)
 
 
+class GivesUp(Right):
+    """Starts, and gives every load up."""
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        if num_external_tokens and self._vllm_config.parallel_config.tensor_parallel_size > 1:
+            request.kv_transfer_params["remote_engine_id"] = "nobody"
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+
+
 class Dies(Right):
     """Says nothing, and takes the engine along."""
 

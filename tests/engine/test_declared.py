@@ -19,6 +19,7 @@ CRITERIA = Criteria(features=dict.fromkeys(features.load(), "") | {UNEQUAL: "one
 # of the declaration that is broken
 ENDS = {
     "Declines": ({"NOT-APPLICABLE"}, "refused", ""),
+    "GivesUp": ({"NOT-APPLICABLE"}, "refused", ""),
     "Dies": ({"FAIL", "NOT-APPLICABLE"}, "fails", "KV-DECLARE-003"),
     "Corrupts": ({"FAIL", "NOT-APPLICABLE"}, "fails", "KV-DECLARE-003"),
     "Works": ({"NOT-APPLICABLE", "WARNING"}, "works", "KV-DECLARE-002"),
@@ -41,7 +42,7 @@ def test_unsupported(case_runner: CaseRunner, connector: str) -> None:
     if rule == "KV-DECLARE-003":
         assert {result.declaration_rule for result in applied if result.outcome == "FAIL"} == {rule}
     claim = decide_verdict(results, None, (), msgspec.structs.replace(CRITERIA, claim=True))
-    assert claim.word == ("INCOMPLETE" if connector in ("Declines", "Works") else "VIOLATES")
+    assert claim.word == ("INCOMPLETE" if connector in ("Declines", "GivesUp", "Works") else "VIOLATES")
 
 
 def test_supported_and_refused(case_runner: CaseRunner) -> None:

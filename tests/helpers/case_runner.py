@@ -216,4 +216,5 @@ def _result(bench: Bench, planned: PlannedCase, scenarios: Collection[str]) -> C
         evidence=end.evidence,
         features=required_features(planned),
         refused=end.refused,
+        depends_on=end.depends_on,
     )

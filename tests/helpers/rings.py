@@ -101,6 +101,11 @@ def rules_of_cases() -> dict[str, set[str]]:
     return found
 
 
+def is_night(config: pytest.Config) -> bool:
+    """Whether a wrong connector runs the cases of all modules, and not only of those that find it."""
+    return bool(config.option.ring == RINGS[-1])
+
+
 def night(*values: Any) -> Any:
     """Parameters of a test that runs at night alone."""
     return pytest.param(*values, marks=pytest.mark.night)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import pytest
 
 from pytest_kvconform.plan import load_module, module_names
+from tests.helpers import rings
 from tests.helpers.case_runner import CellRun
 from tests.helpers.wrong import Wrong, modules_about, on
 
@@ -249,7 +250,7 @@ def test_a_mistake_is_found_by_its_case_alone_and_named_in_one_sentence(
     run_cases: Callable[..., CellRun], wrong: Wrong, pytestconfig: pytest.Config
 ) -> None:
     """With --nightly, modules without such a case run, too."""
-    modules = MODULES if pytestconfig.option.nightly else modules_about(wrong.fails, MODULES)
+    modules = MODULES if rings.is_night(pytestconfig) else modules_about(wrong.fails, MODULES)
     run = run_cases(wrong.connector, **wrong.cell, only=lambda planned: planned.module in modules)
     found = {name: finding.happened for name, finding in run.findings.items()}
     of = {name: name if name in wrong.fails else name.partition("[")[0] for name in run.outcomes}

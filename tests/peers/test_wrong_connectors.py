@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.helpers import rings
 from tests.helpers.rings import night
 from tests.helpers.wrong import Wrong, modules_about, on
 from tests.peers.conftest import MODULES, Reported, too_slow
@@ -211,7 +212,7 @@ def test_a_mistake_is_caught_by_the_case_about_it(
         wrong.connector,
         wrong.topology,
         wrong.scale,
-        modules=MODULES if pytestconfig.option.nightly else modules_about(wrong.fails, MODULES),
+        modules=MODULES if rings.is_night(pytestconfig) else modules_about(wrong.fails, MODULES),
         judged=wrong.fails,
         shows=wrong.rules or "FAIL",
     )

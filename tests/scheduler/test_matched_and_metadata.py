@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.helpers import rings
 from tests.helpers.case_runner import CellRun
 from tests.helpers.wrong import Wrong, on
 
@@ -210,4 +211,4 @@ WRONG = [
 def test_a_mistake_is_found_by_its_cases_and_named_by_its_rule(
     run_cases: Callable[..., CellRun], wrong: Wrong, pytestconfig: pytest.Config
 ) -> None:
-    check_mistake(run_cases, wrong, everywhere=pytestconfig.option.nightly)
+    check_mistake(run_cases, wrong, everywhere=rings.is_night(pytestconfig))

@@ -69,6 +69,20 @@ class Observation:
     tolerance_source: str = ""
     seconds: dict[str, float] = field(default_factory=dict)
 
+    @property
+    def refused(self) -> bool:
+        """Whether a request ended with an error: the connector gave its load up."""
+        return any(r.got is not None and r.got.finish == "error" for r in self.requests)
+
+    @property
+    def declined(self) -> bool:
+        """Whether the connector refused requests cleanly.
+
+        No engine has failed, no request is stuck, and no row in D's cache is wrong.
+        """
+        clean = not (self.failed or self.stuck) and not any(r.rows and r.rows.wrong for r in self.requests)
+        return clean and self.refused
+
 
 def logprob_distance(a: Generated, b: Generated) -> float:
     """Largest difference of log-probabilities at any position up to the first at which the tokens differ."""

@@ -96,11 +96,14 @@ def loads_of(bench: Bench, observed: Observation) -> Loads:
 
 
 def completed(bench: Bench, scenario: Scenario) -> Observation:
-    """Observe a scenario in which every request came to its end. Otherwise raises Blocked."""
+    """Observe a scenario in which every request came to its end. Otherwise raises Blocked.
+
+    If the connector gave a load up, P may keep until the lease ends what D did not read.
+    """
     observed = observe(bench, scenario)
     if observed.excuse:
         raise Blocked(observed.excuse)
-    if observed.failed or observed.stuck:
-        # an engine died or hung, which is no clean refusal
-        raise blocked_by(f"kv::engine/handover::completes[{bench.cell}-{scenario}]")
+    if observed.failed or observed.stuck or observed.refused:
+        case = f"kv::engine/handover::completes[{bench.cell}-{scenario}]"
+        raise blocked_by(case, refused=observed.declined)
     return observed

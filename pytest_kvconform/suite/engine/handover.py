@@ -27,7 +27,7 @@ def completes(bench: Bench, scenario: Scenario) -> Evidence:
     if wrong:
         happened = f"{'; '.join(wrong)}; {scenario.max_tokens} tokens were requested"
         ended = [r for r in observed.requests if r.got and r.got.finish == "error"]
-        clean = len(ended) == len(wrong) and not any(r.rows and r.rows.wrong for r in ended)
+        clean = observed.declined and len(ended) == len(wrong)
         finding = Finding(
             rule="KV-HANDOVER-001",
             happened=happened,
