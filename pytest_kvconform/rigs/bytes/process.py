@@ -28,6 +28,7 @@ from pytest_kvconform.rigs.bytes.specs import geometry_of
 from pytest_kvconform.rigs.engine import process as engine_process
 from pytest_kvconform.rigs.engine.messages import Leftovers, Request, Step
 from pytest_kvconform.rigs.engine.process import positions_of
+from pytest_kvconform.rigs.vllm_setup.compat import watch_unpinned
 from pytest_kvconform.rigs.vllm_setup.engine_config import geometry_config
 from pytest_kvconform.rigs.vllm_setup.overrides import keep_configured_limits
 from pytest_kvconform.rigs.vllm_setup.stand_ins import device
@@ -304,18 +305,11 @@ class ByteEngineProcess(engine_process.EngineProcess):
         """Wrap the block pool: notice blocks that are freed, and let one allocation fail for `preempt`."""
         pool, manager = self.manager.block_pool, self.manager
         free, allocate = pool.free_blocks, manager.allocate_slots
-        unpin = getattr(pool, "unpin_blocks", None)  # older minors of vLLM have none
 
         def free_blocks(ordered_blocks: Any) -> None:
             blocks = list(ordered_blocks)
             free(blocks)
             self._note_freed([block for block in blocks if not block.ref_cnt and not block.is_null])
-
-        def unpin_blocks(blocks: Any, *args: Any, **kwargs: Any) -> None:
-            assert unpin is not None
-            blocks = list(blocks)
-            unpin(blocks, *args, **kwargs)
-            self._forget_held({block.block_id for block in blocks if not block.ref_cnt})
 
         def allocate_slots(request: Any, *args: Any, **kwargs: Any) -> Any:
             victim = self.scheduler.requests.get(self.preempting)
@@ -328,8 +322,7 @@ class ByteEngineProcess(engine_process.EngineProcess):
             return allocate(request, *args, **kwargs)
 
         pool.free_blocks, manager.allocate_slots = free_blocks, allocate_slots
-        if unpin is not None:
-            pool.unpin_blocks = unpin_blocks
+        watch_unpinned(pool, self._forget_held)
 
     def _note_freed(self, blocks: list[Any]) -> None:
         """Note blocks that were freed. What loads wrote into them is not compared."""

@@ -8,9 +8,7 @@ request.
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import fields, replace
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -20,6 +18,7 @@ from pytest_kvconform.rigs.engine import kv_access
 from pytest_kvconform.rigs.engine.messages import EngineSpec, Request, Snapshot
 from pytest_kvconform.rigs.engine.process import EngineProcess, positions_of
 from pytest_kvconform.rigs.engine.process import serve as serve_engine
+from pytest_kvconform.rigs.vllm_setup.compat import hook_of_ends, without_requests
 from pytest_kvconform.rigs.vllm_setup.engine_config import engine_config
 from pytest_kvconform.rigs.vllm_setup.overrides import arguments_on_cpu, keep_configured_limits
 
@@ -308,43 +307,7 @@ def hide_end(worker: Any, request_id: str) -> None:
     connector: Any = get_kv_transfer_group()
     if (hidden := vars(connector).get(HIDDEN)) is None:
         hidden = vars(connector)[HIDDEN] = set()
-        name = "get_transfer_results" if hasattr(connector, "get_transfer_results") else "get_finished"
+        name = hook_of_ends(connector)
         hook = getattr(connector, name)
         setattr(connector, name, lambda ended: hook(ended - hidden))
     hidden.add(request_id)
-
-
-def without_requests(output: Any, hidden: Collection[str]) -> Any:
-    """The SchedulerOutput of a step as it would be without some requests: without their tokens and ends."""
-    cached, blocks = output.scheduled_cached_reqs, getattr(output, "kv_connector_block_state", None)
-    named = {*output.num_scheduled_tokens, *output.finished_req_ids, *(output.preempted_req_ids or ())}
-    if named.union(blocks.req_ids if blocks else ()).isdisjoint(hidden):
-        return output
-    kept = [request_id not in hidden for request_id in cached.req_ids]
-
-    def shown(value: Any) -> Any:
-        """What a field says about requests by their ids, or in the order of `req_ids`."""
-        if isinstance(value, dict):
-            return {key: one for key, one in value.items() if key not in hidden}
-        if isinstance(value, set):
-            return value.difference(hidden)
-        if isinstance(value, list) and len(value) == len(kept):
-            return list(itertools.compress(value, kept))
-        return value
-
-    def changed(record: Any) -> Any:
-        return replace(record, **{one.name: shown(getattr(record, one.name)) for one in fields(record)})
-
-    found = replace(
-        output,
-        scheduled_new_reqs=[new for new in output.scheduled_new_reqs if new.req_id not in hidden],
-        scheduled_cached_reqs=changed(cached),
-        num_scheduled_tokens=(tokens := shown(output.num_scheduled_tokens)),
-        total_num_scheduled_tokens=sum(tokens.values()),
-        scheduled_spec_decode_tokens=shown(output.scheduled_spec_decode_tokens),
-        finished_req_ids=shown(output.finished_req_ids),
-        preempted_req_ids=shown(output.preempted_req_ids),
-    )
-    if blocks is not None:  # since vLLM 0.32
-        found.kv_connector_block_state = changed(blocks)
-    return found

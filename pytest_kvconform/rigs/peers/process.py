@@ -18,6 +18,7 @@ from pytest_kvconform.rigs.peers.faulty_engine import FaultyEngineProcess
 from pytest_kvconform.rigs.peers.messages import COMPUTED, FAILED, KNOWN, REPORTED, RankObservation
 from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.scenario import Faults
+from pytest_kvconform.rigs.vllm_setup.compat import defer_reports_of_failed_step
 from pytest_kvconform.rigs.vllm_setup.overrides import keep_heap_collectable
 
 TICK_S = 0.01
@@ -129,8 +130,8 @@ class PeerEngineProcess(FaultyEngineProcess):
     def add_and_abort(self, request: Request) -> None:
         """Add a request and abort it before a step.
 
-        vLLM does this with a request that its API server refuses, and since 0.33 with one that comes while
-        the engine is paused (v1/engine/core.py: EngineCoreProc._reject_add_while_paused).
+        vLLM does this with a request that its API server refuses, and with one that comes while the engine is
+        paused (v1/engine/core.py: EngineCoreProc._reject_add_while_paused).
         """
         self.add(request)
         self.abort(request.id)
@@ -205,7 +206,7 @@ class PeerEngineProcess(FaultyEngineProcess):
         (v1/executor/multiproc_executor.py: MultiprocExecutor.collective_rpc).
         """
         aggregator = self.core.model_executor.kv_output_aggregator
-        if not hasattr(aggregator, "ft_defer_kv_connector_outputs"):  # vLLM before 0.33, or one worker
+        if (defer := defer_reports_of_failed_step(aggregator)) is None:
             return
         aggregate = aggregator.aggregate
 
@@ -216,7 +217,7 @@ class PeerEngineProcess(FaultyEngineProcess):
                 return aggregate(outputs, *more)
             self.aborted_ids.append(failing[0])
             del self.abort_at[failing[0]]
-            aggregator.ft_defer_kv_connector_outputs(reports)
+            defer(reports)
             raise WorkerFailed
 
         aggregator.aggregate = aggregate_unless_failed

@@ -11,7 +11,9 @@ vLLM is imported inside functions only.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Collection
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -188,3 +190,67 @@ def defer_loads(scheduler: Any) -> bool:
         return False
     scheduler.defer_async_loads = scheduler.defer_block_free
     return bool(scheduler.defer_async_loads)
+
+
+def hook_of_ends(connector: Any) -> str:
+    """The hook by which a worker half hears which requests have ended, and reports what was transferred."""
+    return "get_transfer_results" if hasattr(connector, "get_transfer_results") else "get_finished"
+
+
+def watch_unpinned(pool: Any, note: Callable[[set[int]], None]) -> None:
+    """Note blocks of vLLM's pool that a connector no longer holds, and that nobody else does.
+
+    `note` gets their ids. Minors whose pool has no `unpin_blocks` have no such hold.
+    """
+    if (unpin := getattr(pool, "unpin_blocks", None)) is None:
+        return
+
+    def unpin_blocks(blocks: Any, *args: Any, **kwargs: Any) -> None:
+        blocks = list(blocks)
+        unpin(blocks, *args, **kwargs)
+        note({block.block_id for block in blocks if not block.ref_cnt})
+
+    pool.unpin_blocks = unpin_blocks
+
+
+def defer_reports_of_failed_step(aggregator: Any) -> Callable[[list[Any]], None] | None:
+    """What keeps the reports of all ranks of a step that has failed for the next step; None: before 0.33, or
+    with one worker. Source: distributed/kv_transfer/kv_connector/utils.py: KVOutputAggregator.
+    """
+    return getattr(aggregator, "ft_defer_kv_connector_outputs", None)
+
+
+def without_requests(output: Any, hidden: Collection[str]) -> Any:
+    """The SchedulerOutput of a step as it would be without some requests: without their tokens and ends."""
+    cached, blocks = output.scheduled_cached_reqs, getattr(output, "kv_connector_block_state", None)
+    named = {*output.num_scheduled_tokens, *output.finished_req_ids, *(output.preempted_req_ids or ())}
+    if named.union(blocks.req_ids if blocks else ()).isdisjoint(hidden):
+        return output
+    kept = [request_id not in hidden for request_id in cached.req_ids]
+
+    def shown(value: Any) -> Any:
+        """What a field says about requests by their ids, or in the order of `req_ids`."""
+        if isinstance(value, dict):
+            return {key: one for key, one in value.items() if key not in hidden}
+        if isinstance(value, set):
+            return value.difference(hidden)
+        if isinstance(value, list) and len(value) == len(kept):
+            return list(itertools.compress(value, kept))
+        return value
+
+    def changed(record: Any) -> Any:
+        return replace(record, **{one.name: shown(getattr(record, one.name)) for one in fields(record)})
+
+    found = replace(
+        output,
+        scheduled_new_reqs=[new for new in output.scheduled_new_reqs if new.req_id not in hidden],
+        scheduled_cached_reqs=changed(cached),
+        num_scheduled_tokens=(tokens := shown(output.num_scheduled_tokens)),
+        total_num_scheduled_tokens=sum(tokens.values()),
+        scheduled_spec_decode_tokens=shown(output.scheduled_spec_decode_tokens),
+        finished_req_ids=shown(output.finished_req_ids),
+        preempted_req_ids=shown(output.preempted_req_ids),
+    )
+    if blocks is not None:  # since 0.32
+        found.kv_connector_block_state = changed(blocks)
+    return found
