@@ -30,7 +30,7 @@ ENDS = {
 def test_unsupported(case_runner: CaseRunner, connector: str) -> None:
     mine = copy.copy(case_runner)
     mine.module = "declining_connectors"
-    results = mine.run(connector, "llama", "P1D2", variants="n64 n200").results
+    results = mine.run(connector, "llama", "P1D2", variants="n64 n200 abort_loading").results
     outcomes, observed, rule = ENDS[connector]
     applied = [apply_declaration(result, CRITERIA) for result in results]
     assert {result.outcome.value for result in applied} == outcomes

@@ -15,7 +15,7 @@ from pytest_kvconform.rigs.bytes.messages import ByteEngineSpec
 from pytest_kvconform.rigs.bytes.specs import alike, byte_engine_spec, needed_blocks, zygotes
 from pytest_kvconform.rigs.bytes.turns.two_turns import TurnObservation, observe_turns
 from pytest_kvconform.rigs.context import Deadlines, RunContext
-from pytest_kvconform.rigs.engine.control import Control
+from pytest_kvconform.rigs.engine.control import REFUSAL_S, Control
 from pytest_kvconform.rigs.engine.handle import EngineFailed, hook_calls
 from pytest_kvconform.rigs.engine.messages import EngineFacts
 from pytest_kvconform.rigs.engine.pairs import EnginePairs
@@ -28,7 +28,6 @@ from pytest_kvconform.rigs.vllm_setup.kv_cache_specs import NO_STATES, unified_i
 # Times the deadline of a call: one call may compare hundreds of megabytes, and name
 # what millions of wrong words share.
 SLOW_CALLS = 4
-REFUSAL_S = 3.0  # after a refusal that took longer, the other transfers of a cell are not tried
 LONG = "long"  # the pair of a cell whose pools have room for longer prompts
 
 

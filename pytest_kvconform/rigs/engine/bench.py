@@ -8,6 +8,7 @@ from model_matrix import CheckpointError, ensure_checkpoint, load_families, spec
 from pytest_kvconform.result import Blocked, Cell, HarnessError, blocked_by
 from pytest_kvconform.rigs.context import Deadlines, RunContext
 from pytest_kvconform.rigs.engine.control import (
+    REFUSAL_S,
     WITHOUT,
     Control,
     hung,
@@ -22,6 +23,7 @@ from pytest_kvconform.rigs.engine.messages import EngineFacts, EngineSpec, Lefto
 from pytest_kvconform.rigs.engine.observation import Observation
 from pytest_kvconform.rigs.engine.pairs import EnginePairs
 from pytest_kvconform.rigs.engine.release import is_full
+from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.processes.ports import free_port
 from pytest_kvconform.rigs.scenario import Prompt, Scenario, lengthened, tokens, with_new_tokens
 from pytest_kvconform.rigs.vllm_setup.overrides import reason_not_to_speculate
@@ -57,6 +59,8 @@ class EngineBench:
         self._ends: dict[Cell, tuple[Leftovers, Leftovers] | Exception] = {}
         self._dead: dict[Cell, str] = {}  # cells in which no scenario is tried any more, with the sentence
         self._slow: dict[Cell, str] = {}  # those of them that took long
+        # Cells in which no further scenario runs: what the Blocked of each is made with.
+        self._over: dict[Cell, tuple[str, bool, str]] = {}
 
     def facts_of_engines(self, cell: Cell) -> tuple[EngineFacts, EngineFacts]:
         """What vLLM made of P and of D.
@@ -76,17 +80,21 @@ class EngineBench:
         `longer`: tokens that the prompts have beyond those of the cell's scenarios; such scenarios have a
         pair of engines of their own.
 
-        Raises Blocked or HarnessError if it cannot run.
+        Raises Blocked or HarnessError if it cannot run; Blocked, too, if an earlier scenario of the cell was
+        refused after a long wait.
         """
         key = (cell, scenario.name, longer)
         if key not in self._observations:
             self.context.require_known_handover("engine", store=True)
             self._refuse_dead(cell)
+            if cell in self._over:
+                raise Blocked(*self._over[cell])
             try:
                 pair = self.engines(cell, longer)
             except EngineFailed as failed:
                 case = f"kv::engine/start::engines_start[{cell}]"
                 raise blocked_by(case, failed.sentence, failed.declined) from None
+            soon = Deadline(REFUSAL_S, tuple(one.process.watched for one in pair), look=True)
             plain = scenario.due and not scenario.abort and not self.control.hangs[cell]
             first = [] if self._introduced is pair or plain else [INTRODUCTION]
             for one in [*(lengthened(one, longer) for one in first), scenario]:
@@ -94,10 +102,16 @@ class EngineBench:
                 observation = self._observe(cell, one, *pair, longer)
                 if observation.failed or observation.stuck:
                     observation = self._without_connector(cell, one, longer, observation)
+                if observation.failed or observation.stuck or observation.refused:
                     break
             observation = replace(observation, scenario=scenario, kept_before=kept_before)
             self._observations[key], self._introduced = observation, pair
-            if scenario.unread and pair[0].kept and not kept_before:
+            if observation.refused:  # P may keep until its lease ends what D has not read
+                if soon.over():
+                    on = f"kv::engine/handover::completes[{cell}-{scenario}]"
+                    self._over[cell] = f"depends on {on}", observation.declined, on
+                self.pairs.end(cell, _word(longer))
+            elif scenario.unread and pair[0].kept and not kept_before:
                 # P may keep until its lease ends what D does not read: other scenarios have fresh engines
                 pair[0].kept = None
                 self.pairs.end(cell, _word(longer))

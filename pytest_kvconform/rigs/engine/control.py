@@ -27,6 +27,7 @@ WITHOUT = " without the connector"  # in the progress line
 LIMIT = 3  # failures that are not the connector's: after so many of a cell, its other scenarios are not tried
 # engines that ended or raised, by the connector's fault: fresh ones start at once, and nobody waits in vain
 DEATHS = 4
+REFUSAL_S = 3.0  # after a refusal that took longer, the other scenarios of a cell are not tried
 
 
 class Ended(Protocol):
