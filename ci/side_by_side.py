@@ -10,9 +10,11 @@ KV-OUTPUT-001 get a second table: log-probabilities.
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from collections import Counter, defaultdict
+from collections.abc import Collection
 from pathlib import Path
 
 from model_matrix import load_families
@@ -48,12 +50,7 @@ def outcomes(one: Results, two: Results) -> list[Row]:
     bad: dict[tuple[str, str], list[CaseResult]] = defaultdict(list)
     for result in sorted(one.values(), key=lambda result: _case_outcome(result) is Outcome.BLOCKED):
         if _case_outcome(result) in (Outcome.FAIL, Outcome.BLOCKED):
-            stands = [
-                r
-                for r in ("KV-START-001", "KV-HANDOVER-001")
-                if _case_outcome(result) is Outcome.BLOCKED and (str(result.cell), r) in bad
-            ]
-            bad[str(result.cell), (*stands, result.rule)[0]].append(result)
+            bad[str(result.cell), _rule_of_first(result, one, bad)].append(result)
     if not bad:
         raise Vacuous(f"the first connector passes all of its {len(one)} cases: there is nothing to list")
     rows: dict[Row, list[tuple[str, str, list[CaseResult]]]] = defaultdict(list)
@@ -96,6 +93,18 @@ def outcomes(one: Results, two: Results) -> list[Row]:
     return table
 
 
+def _rule_of_first(result: CaseResult, results: Results, bad: Collection[tuple[str, str]]) -> str:
+    """The rule of a result, or of the case that it depends on, or that a start or a hand-over of its cell
+    broke. `bad`: the cells and rules of what has failed.
+    """
+    if _case_outcome(result) is not Outcome.BLOCKED:
+        return result.rule
+    if (first := results.get(result.depends_on)) and (str(first.cell), first.rule) in bad:
+        return first.rule
+    broken = (rule for rule in ("KV-START-001", "KV-HANDOVER-001") if (str(result.cell), rule) in bad)
+    return next(broken, result.rule)
+
+
 def _case_outcome(result: CaseResult) -> Outcome:
     """The outcome of the case, before the declaration is applied."""
     return result.case_outcome or result.outcome
@@ -130,12 +139,13 @@ def differences(one: Results, two: Results) -> list[Row]:
     """Make the rows of the second table; the last row is all other hand-overs.
 
     Model, window, block, tokens, topologies, largest difference of a log-probability, and that of the other
-    one.
+    one. Hand-overs that one of them does not bring to an end are left out: they are in the first table.
     """
     pairs = {
-        _handover(id): (_largest(one[id]), _largest(two[id]))
+        _handover(id): pair
         for id in one.keys() & two.keys()
         if one[id].rule == "KV-OUTPUT-001"
+        and not any(map(math.isnan, pair := (_largest(one[id]), _largest(two[id]))))
     }
     rows: dict[tuple[str, str, str, str], list[str]] = defaultdict(list)
     for handover, pair in sorted(

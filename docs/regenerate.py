@@ -24,10 +24,10 @@ from registered_results import registered_results
 from model_matrix import load_families, load_geometries, load_real_checkpoints
 from model_matrix.geometries import Layer, Mla, SlidingWindow, State, expand_layers
 from pytest_kvconform import features, plan, rules
+from pytest_kvconform.result import LEVELS
 from pytest_kvconform.rigs.vllm_setup import DIFFERENCES
 from pytest_kvconform.rigs.vllm_setup.hooks import HOOKS, Hook
 from pytest_kvconform.rules import clauses
-from pytest_kvconform.rules.levels import LEVELS
 from pytest_kvconform.settings import OPTIONS, Settings
 
 DOCS = Path(__file__).parent

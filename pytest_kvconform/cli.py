@@ -27,8 +27,8 @@ from pytest_kvconform.report import check, document, page
 from pytest_kvconform.report.answer import escaped, print_lines, write_no_more
 from pytest_kvconform.report.merge import BadShards
 from pytest_kvconform.report.origin import manifest
+from pytest_kvconform.result import LEVELS
 from pytest_kvconform.rules import clauses
-from pytest_kvconform.rules.levels import LEVELS
 from pytest_kvconform.settings import OPTIONS, BadSetting, Settings
 from pytest_kvconform.settings.parsers import did_you_mean
 from pytest_kvconform.shards.commands import add_matrix_arguments, print_matrix, print_merged

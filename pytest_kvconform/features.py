@@ -16,8 +16,7 @@ import msgspec
 
 from model_matrix import load_byte_matrices, load_families, load_geometries, parse_topology
 from model_matrix.geometries import FullAttention, Mla, SlidingWindow, State
-from pytest_kvconform.result import Cell
-from pytest_kvconform.rules.levels import Level
+from pytest_kvconform.result import Cell, Level
 
 if TYPE_CHECKING:
     from pytest_kvconform.plan import PlannedCase

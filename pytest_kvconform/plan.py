@@ -21,8 +21,7 @@ from model_matrix.limits import Limit, cpu_features, load_limits
 from pytest_kvconform import features, loading, rules, shards
 from pytest_kvconform.case import Case
 from pytest_kvconform.declaration import version
-from pytest_kvconform.result import Cell
-from pytest_kvconform.rules.levels import LEVELS, Level, last_level
+from pytest_kvconform.result import LEVELS, Cell, Level, last_level
 from pytest_kvconform.settings import HUB, BadSetting, Settings
 from pytest_kvconform.settings.parsers import did_you_mean
 

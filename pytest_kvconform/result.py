@@ -6,14 +6,26 @@ unchanged. Functions at the end make texts that records can hold of objects of t
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import StrEnum
 from typing import Any, Literal
 
 import msgspec
 from msgspec.structs import replace
 
-from pytest_kvconform.rules.levels import Level
-
+# Levels of the verdict. Every rule has one, in its table, and every feature, in features.toml. The level of
+# a case is the last one among that of its rule and those of the features that the case needs. A comparison of
+# bytes is `core` for a model with one kind of KV cache, `hybrid` for gemma3, and `heterogeneous` for gemma3
+# at P1D2. A fault stays `resilient` wherever it happens.
+Level = Literal["core", "hybrid", "heterogeneous", "resilient", "accurate"]
+LEVELS: dict[Level, str] = {  # what a connector of the level does right, in the order of the table
+    "core": "bytes, outputs, blocks, and the life of requests and engines, with one kind of KV cache and "
+    "equal P and D",
+    "hybrid": "the same for models with several kinds of KV cache: windows, states, MLA beside others, draft",
+    "heterogeneous": "the same where P and D differ: in tensor parallel size, block size or layout",
+    "resilient": "faults, leases, restarts, clocks and hostile parameters harm only their own request",
+    "accurate": "questions that a router sends to P and D are answered as D alone answers them",
+}
 QUESTIONS = "each question"  # note of the accuracy tier: a sign for each question, in their order
 
 
@@ -169,6 +181,11 @@ class ProcessKilled(HarnessError):
             f"{what} (process {pid}) was killed by SIGKILL, exit code 137, which the suite did not send: "
             "most likely the machine ran out of memory; a smaller -n or fewer cells (--kv-family) need less"
         )
+
+
+def last_level(levels: Iterable[Level]) -> Level:
+    """Return the level that comes last in `LEVELS`."""
+    return max(levels, key=list(LEVELS).index)
 
 
 # ---- texts of objects that are not the suite's: those of the connector, whose methods may raise ------------

@@ -28,8 +28,7 @@ from pytest_kvconform.apply_declaration import (
 )
 from pytest_kvconform.declaration import undeclared
 from pytest_kvconform.features import load as load_features
-from pytest_kvconform.result import CaseResult, Outcome
-from pytest_kvconform.rules.levels import LEVELS, Level
+from pytest_kvconform.result import LEVELS, CaseResult, Level, Outcome
 
 Word = Literal["CONFORMS", "CONFORMS-EXCEPT", "VIOLATES", "INCOMPLETE", "HARNESS"]
 EXIT_CODES: dict[Word, int] = {  # 2 to 6 are pytest's own

@@ -15,7 +15,7 @@ from typing import Any
 
 from pytest_kvconform.claims import DAYS
 from pytest_kvconform.report.document import FILE, Report
-from pytest_kvconform.rules.levels import LEVELS
+from pytest_kvconform.result import LEVELS
 
 PREDICATE = "predicate.json"
 PATTERNS = ("badge-*.json", "badge-*.svg", PREDICATE)  # of all files

@@ -18,7 +18,7 @@ import msgspec
 from pytest_kvconform import declaration
 from pytest_kvconform.claims import DAYS, SEEDS, badge
 from pytest_kvconform.report.document import BadReport, Report
-from pytest_kvconform.rules.levels import LEVELS
+from pytest_kvconform.result import LEVELS
 
 FOLDER = "registry"
 _MOST = 300  # characters of a command

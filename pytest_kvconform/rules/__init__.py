@@ -18,8 +18,8 @@ from typing import Literal
 import msgspec
 
 from pytest_kvconform import loading
+from pytest_kvconform.result import Level
 from pytest_kvconform.rigs.vllm_setup.compat import is_development
-from pytest_kvconform.rules.levels import Level
 
 _ID = re.compile(r"KV-[A-Z0-9]+-\d{3}")
 CLAUSES = "clauses.toml"

@@ -12,7 +12,8 @@ from pytest_kvconform.settings import BadSetting
 from pytest_kvconform.settings.parsers import did_you_mean, parse_factor, parse_text
 from pytest_kvconform.settings.tables import refuse_unknown
 
-KEYS = ("command", "ready", "deadline", "environment", "engine_environment", "files")
+VARIABLES = ("environment", "engine_environment")
+KEYS = ("command", "ready", "deadline", *VARIABLES, "files")
 _NAME = re.compile(r"[A-Za-z][\w-]{0,31}")
 _FILE = re.compile(r"[A-Za-z0-9_][\w.-]{0,63}")
 LINE = "line:"
@@ -37,7 +38,7 @@ def _service(name: str, row: Mapping[str, Any], place: str, names: list[str]) ->
             f'{place}.command: expected a list of texts such as ["server", "--port", "{{port}}"], '
             f"got {command!r}"
         )
-    variables = {key: _environment(row.get(key, {}), f"{place}.{key}") for key in KEYS[3:5]}
+    variables = {key: _environment(row.get(key, {}), f"{place}.{key}") for key in VARIABLES}
     files = _files(row.get("files", {}), f"{place}.files")
     told = " ".join([*command, *variables["environment"].values(), *files.values()])
     if "ready" not in row and "{port}" not in told:
@@ -53,7 +54,7 @@ def _service(name: str, row: Mapping[str, Any], place: str, names: list[str]) ->
     service = Service(
         name=name, command=tuple(texts), ready=ready, deadline=deadline, files=files, **variables
     )
-    for key in ("command", "ready", *KEYS[3:]):
+    for key in ("command", "ready", *VARIABLES, "files"):
         check_placeholders(getattr(service, key), names, f"{place}.{key}", name)
     filled = fill_text(ready, lambda *place: 1 if place[1] == "port" else "/f", name)
     if not (filled.startswith(LINE) and filled[len(LINE) :].strip()) and address_of(filled) is None:

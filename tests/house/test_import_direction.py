@@ -17,7 +17,7 @@ RIGS = f"{PLUGIN}.rigs"
 HEAVY = ("torch", "vllm", "transformers", "nixl", "ray")
 
 # The modules of the plugin: those that rigs may import, and the upper ones, which they may not.
-LOWER = ("services", "result", "case", "case_outcome", "extras", "kv_config", "subject", "kvspace", "rigs")
+LOWER = tuple("services result case case_outcome extras kv_config subject kvspace rigs".split())
 UPPER = tuple(
     f"{PLUGIN}.{name}"
     for name in """plugin pytest_hooks settings declaration declarations apply_declaration features

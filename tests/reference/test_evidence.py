@@ -172,10 +172,9 @@ def test_differences_of_log_probabilities(compare: Callable[..., tuple[int, str]
     upstream = [
         case("gemma3-P1D1", rule, Outcome.FAIL, name="n63", finding=wrong),
         case("gemma3-P1D1", rule, name="n64"),
+        case("gemma3-P1D1", rule, Outcome.BLOCKED, name="n65"),
     ]
-    code, text = compare(
-        upstream, [case("gemma3-P1D1", rule, name="n63"), case("gemma3-P1D1", rule, name="n64")]
-    )
+    code, text = compare(upstream, [case("gemma3-P1D1", rule, name=name) for name in ("n63", "n64", "n65")])
     assert code == 0
     assert text.splitlines()[-2:] == [
         "| `gemma3` | 32 | 32 | n63 | P1D1 | 0.808 | 0 |",
@@ -201,18 +200,19 @@ def test_the_table_names_cells_and_rules_of_the_matrix() -> None:
         assert rule.partition(":")[0] in rules.load()
         assert re.fullmatch(r"\d+ (FAIL|refused)(, \d+ \w+)*", one), one
         outcomes = [r"\d+ PASS \([\d.]+ MB\)"]
-        # small blocks with windows do not fill large ones
-        if places == "P1D1.b16x64" and model in (
-            "`gemma3_1b`",
-            "`gpt_oss_20b`",
-        ):
+        # small blocks with windows do not fill large ones, and the other refused ones keep nothing on D
+        small = places == "P1D1.b16x64" and model in ("`gemma3_1b`", "`gpt_oss_20b`")
+        if small or "refused" in one:
             outcomes.append(r"\d+ NOT-APPLICABLE")
         assert all(re.fullmatch("|".join(outcomes), part) for part in two.split(", ")), two
 
 
 def test_log_probabilities_differ_where_the_window_loses_a_token_and_nowhere_else() -> None:
     _, table = tables_of_the_page()
-    *rows, rest = table[1:]
+    *every, rest = table[1:]
+    rounded = [row for row in every if max(map(float, row[-2:])) < 1e-5]
+    rows = [row for row in every if row not in rounded]
+    assert {row[3] for row in rounded} <= {"two_at_once"}  # loads end in one step or in two
     found = {(model.strip("`"), int(name[1:])) for model, _, _, name, *_ in rows}
     due = {
         (family.id, n)

@@ -10,8 +10,7 @@ import pytest
 from pytest_kvconform import cli, features, plan, rules
 from pytest_kvconform.apply_declaration import Criteria
 from pytest_kvconform.report import document
-from pytest_kvconform.result import CaseResult, Outcome
-from pytest_kvconform.rules.levels import LEVELS, last_level
+from pytest_kvconform.result import LEVELS, CaseResult, Outcome, last_level
 from pytest_kvconform.settings import Settings
 from pytest_kvconform.verdict import decide_verdict
 

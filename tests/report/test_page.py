@@ -17,8 +17,7 @@ import pytest
 from pytest_kvconform import cli
 from pytest_kvconform.report import document, failure, page
 from pytest_kvconform.report.page import contents, transfers
-from pytest_kvconform.result import QUESTIONS, CaseResult, Outcome
-from pytest_kvconform.rules.levels import LEVELS
+from pytest_kvconform.result import LEVELS, QUESTIONS, CaseResult, Outcome
 
 from .parsed import Page, made, passed
 

@@ -183,8 +183,7 @@ def test_without_unicode_everything_is_ascii(kv, monkeypatch):
 def test_the_summary_is_short_and_narrow_whatever_happened(kv, width):
     from pytest_kvconform.apply_declaration import Criteria
     from pytest_kvconform.report.document import Selection, read
-    from pytest_kvconform.result import CaseResult, Finding, Outcome
-    from pytest_kvconform.rules.levels import LEVELS
+    from pytest_kvconform.result import LEVELS, CaseResult, Finding, Outcome
     from pytest_kvconform.verdict import decide_verdict
 
     small = read(kv().path)

@@ -15,8 +15,8 @@ from model_matrix.cells import MODELS
 from model_matrix.limits import load_limits
 from pytest_kvconform import features, loading, rules
 from pytest_kvconform.plan import PlannedCase, make_plan
+from pytest_kvconform.result import Level
 from pytest_kvconform.rules import RuleFacts
-from pytest_kvconform.rules.levels import Level
 from pytest_kvconform.settings import OPTIONS, Settings
 
 

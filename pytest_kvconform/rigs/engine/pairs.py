@@ -1,9 +1,8 @@
 """The one start of a pair of engines, P and D of a cell, and its cache.
 
 `EngineBench`, `ByteBench` and `FaultBench` have an `EnginePairs` each, and so has what runs without the
-connector. A pair runs until the engines of
-another cell start, or until the bench ends it. A pair that did not start is not started again, unless a port
-was taken: then it is started once more, with other ports.
+connector. A pair runs until the engines of another cell start, or until the bench ends it. A pair that did
+not start is not started again, unless a port was taken: then it is started once more, with other ports.
 """
 
 from __future__ import annotations

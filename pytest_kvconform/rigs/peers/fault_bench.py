@@ -71,6 +71,7 @@ class FaultBench:
         self.pairs = EnginePairs(context, FaultyEngineHandle, SLOW_CALLS, remark, alone=alone)
         self._observations: dict[tuple[Cell, str, int], FaultObservation] = {}
         self._deaths: dict[Cell, list[str]] = {}
+        self._given_up: dict[Cell, str] = {}  # why no other transfer of a cell is tried
         self._refused: dict[Cell, EngineFailed] = {}  # how the connector declined to start
         # Requests that P has kept beyond their lease, of transfers whose engines have ended.
         self._beyond_lease: dict[tuple[Cell, str, int], tuple[str, ...]] = {}
@@ -191,8 +192,11 @@ class FaultBench:
         word = _word(transfer, longer)
         if cell in self._refused:
             raise blocked_by_start(cell, self._refused[cell])
-        if not self.pairs.running(cell, word) and len(deaths := self._deaths.get(cell, [])) >= DEATHS:
-            raise Blocked(f"transfers of {cell} with faults failed {len(deaths)} times, last: {deaths[-1]}")
+        if not self.pairs.running(cell, word):
+            if why := self._given_up.get(cell):
+                raise Blocked(f"no other transfer of {cell} with faults is tried: {why}")
+            if len(deaths := self._deaths.get(cell, [])) >= DEATHS:
+                raise Blocked(f"transfers of {cell} with faults failed {DEATHS} times, last: {deaths[-1]}")
         try:
             new, lease_s = not self.pairs.running(cell, word), self._asked_lease_s
             room = LONGEST + HELD * longer
@@ -204,7 +208,7 @@ class FaultBench:
                 word,
             )
         except EngineFailed as failed:
-            self._deaths.setdefault(cell, []).extend([failed.sentence] * DEATHS)
+            self._given_up[cell] = failed.sentence
             if failed.declined:
                 self._refused[cell] = failed
             raise blocked_by_start(cell, failed) from None
@@ -229,7 +233,7 @@ class FaultBench:
         means = reports_of(p, d)
         if reason and (found.failed or means.agents or means.hooks):
             self.pairs.end(cell, word)
-            self._deaths.setdefault(cell, []).extend([f"not even without faults: {reason}"] * DEATHS)
+            self._given_up[cell] = f"one without faults did not end well: {reason}"
             why = f"a transfer without faults did not end well: {reason}"
             raise blocked_by("kv::bytes/handover::completes", why)
 

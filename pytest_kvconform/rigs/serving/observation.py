@@ -27,7 +27,7 @@ class Look:
 
     @property
     def has_skipped(self) -> bool:
-        """Whether D has computed a prompt as long as others of which it has loaded something."""
+        """Whether D has loaded nothing of a prompt, and something of one that is no longer."""
         loaded = [one.prompt for one in self.prompts if one.external]
         return any(not one.external and one.prompt >= min(loaded) for one in self.prompts if loaded)
 

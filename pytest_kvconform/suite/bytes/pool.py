@@ -102,7 +102,7 @@ def rest_of_d_pool_is_unchanged(bench: Bench, transfer: Transfer) -> Evidence:
 def rest_of_new_blocks_is_not_stale(bench: Bench, transfer: Transfer) -> Evidence:
     """Rows of D's new blocks around the loaded tokens hold no poison, where vLLM would zero them.
 
-    Where the load misses rows that are due, it says nothing that the rest of their blocks is stale, too.
+    If the load leaves out rows that are due, stale rows around them are no evidence of a second mistake.
     """
     observed = with_loaded_kv(bench, transfer)
     checks = [(r, check) for r in observed.requests for check in r.checks]

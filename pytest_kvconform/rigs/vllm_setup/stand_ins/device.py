@@ -42,11 +42,11 @@ class Stream:
             self._work.append(work)
 
     def wait_stream(self, other: Stream) -> None:
-        """Do what is put here from now on after all that the other stream has by now."""
+        """Let work that is put into this stream later wait for all work that the other stream has now."""
         self.wait_event(other.record_event())
 
     def wait_event(self, event: Event) -> None:
-        """Do what is put here from now on after the point at which the event is now."""
+        """Let work that is put into this stream later wait for the event."""
         self.put(event.wait_for())
 
     def record_event(self, event: Event | None = None) -> Event:

@@ -62,7 +62,8 @@ def loads_belong_to_their_own_embeddings(rig: Rig, way: str) -> Evidence:
     """
     from pytest_kvconform.rigs.scheduler.live.pair import live_engines
 
-    is_store(rig) if way == "saved" else needs_hand_over(rig)
+    require = is_store if way == "saved" else needs_hand_over
+    require(rig)
     with live_engines(rig) as live:
         block = rig.host.spec.memory["P"].block
         prompts = prompts_of(live, [3 * block + 5] * 3)
