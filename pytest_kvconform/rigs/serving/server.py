@@ -195,7 +195,11 @@ class LocalProcess(Endpoint):
         words = {"hung": f"did not answer within {seconds:.0f} s", "refused": "did not start"}.get(
             how, "ended"
         )
-        return EngineFailed(self.role, how, f"the {self.role} {words}{cause}", log)
+        kind, _, message = (causes or [""])[0].partition(": ")
+        sentence, reason = f"the {self.role} {words}{cause}", cause.removeprefix(": ")
+        return EngineFailed(
+            self.role, how, sentence, log, reason=reason, kind=kind.rpartition(".")[2], message=message
+        )
 
     def note_missing(self, causes: Sequence[str]) -> None:
         """Raise Blocked if a cause of a failed start is that this environment lacks something."""
