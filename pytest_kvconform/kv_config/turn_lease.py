@@ -15,7 +15,7 @@ UNDECLARED = (
     "D keeps them for a later request: at the end of its own, request_finished returned True and "
     "kv_transfer_params, which a router may give P with the next turn of the conversation. Declare the "
     "feature bidirectional, and `turn_lease`, the key for the seconds after which D frees what nobody reads "
-    "(docs/authors.md)"
+    "(docs/declare.md)"
 )
 OVER = "D keeps them for the next turn of a conversation, which did not come, and their lease of {} s is over"
 

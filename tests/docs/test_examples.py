@@ -32,9 +32,11 @@ from .pages import PAGES, ROOT, blocks
 
 def test_every_toml_example_is_read_by_a_test() -> None:
     assert {page: len(blocks(text, "toml")) for page, text in PAGES.items() if blocks(text, "toml")} == {
-        "docs/authors.md": 12,
+        "docs/authors.md": 1,
+        "docs/declare.md": 8,
         "docs/families.md": 2,
         "docs/rules.md": 1,
+        "docs/stores.md": 3,
     }
 
 
@@ -48,7 +50,7 @@ def test_the_table_for_pyproject(tmp_path: Path) -> None:
 
 
 def test_the_table_for_a_store(tmp_path: Path) -> None:
-    block, same = [block for block in blocks(PAGES["docs/authors.md"], "toml") if "profile" in block]
+    block, same = [block for block in blocks(PAGES["docs/stores.md"], "toml") if "profile" in block]
     (tmp_path / "pyproject.toml").write_text(same)
     assert resolve(load({}, {}, tmp_path)).is_same_engine
     (tmp_path / "pyproject.toml").write_text(block)
@@ -62,14 +64,14 @@ def test_the_table_for_a_store(tmp_path: Path) -> None:
 
 
 def test_the_table_for_a_rendezvous(tmp_path: Path) -> None:
-    plain, own = [block for block in blocks(PAGES["docs/authors.md"], "toml") if "handover" in block]
+    plain, own = [block for block in blocks(PAGES["docs/declare.md"], "toml") if "handover" in block]
     (tmp_path / "pyproject.toml").write_text(plain)
     subject = resolve(load({}, {}, tmp_path))
     assert (subject.profile, subject.handover, subject.module) == ("p2p", "rendezvous", "my_pkg.mod")
     (tmp_path / "pyproject.toml").write_text(own)
     subject = resolve(load({}, {}, tmp_path))
     assert (subject.handover, subject.way) == ("rendezvous", "my_pkg.proxy:hand_over")
-    [block] = [block for block in blocks(PAGES["docs/authors.md"], "python") if "def hand_over" in block]
+    [block] = [block for block in blocks(PAGES["docs/declare.md"], "python") if "def hand_over" in block]
     names: dict[str, Any] = {}
     exec(block, names)
     for side in "PD":
@@ -79,7 +81,7 @@ def test_the_table_for_a_rendezvous(tmp_path: Path) -> None:
 
 def test_the_table_for_a_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The example starts a server that is called my-cache, and ends it."""
-    [block] = [block for block in blocks(PAGES["docs/authors.md"], "toml") if "services" in block]
+    [block] = [block for block in blocks(PAGES["docs/stores.md"], "toml") if "services" in block]
     (tmp_path / "pyproject.toml").write_text(block)
     command = tmp_path / "my-cache"
     command.write_text(f'#!/bin/sh\nexec {sys.executable} {ROOT / "tests/services/server.py"} "$2"\n')
@@ -109,7 +111,7 @@ def test_a_known_limit_and_what_doctor_prints_of_it(tmp_path: Path) -> None:
 def test_the_tables_of_a_declaration(tmp_path: Path) -> None:
     text = "\n".join(
         block
-        for block in blocks(PAGES["docs/authors.md"], "toml")
+        for block in blocks(PAGES["docs/declare.md"], "toml")
         if "min_load" in block or ".features]" in block or ".known]" in block
     )
     (tmp_path / "pyproject.toml").write_text(text)
@@ -125,7 +127,7 @@ def test_the_tables_of_a_declaration(tmp_path: Path) -> None:
     ]
     check_known(subject.known, make_plan(Settings(), ()).manifest)
     for key, value in (("remembers", 4096), ("save_delay", 0.5), ("turn_lease", "decode_keep_s")):
-        [text] = [block for block in blocks(PAGES["docs/authors.md"], "toml") if f"{key} = " in block]
+        [text] = [block for block in blocks(PAGES["docs/declare.md"], "toml") if f"{key} = " in block]
         (tmp_path / "pyproject.toml").write_text(text)
         assert getattr(resolve(load({"kv_connector": "m:C"}, {}, tmp_path)), key) == value
 
@@ -133,14 +135,14 @@ def test_the_tables_of_a_declaration(tmp_path: Path) -> None:
 def test_connectors_of_vllm_are_named() -> None:
     profiles = {name: known.profile for name, known in bundled_declarations().items()}
     stores = sorted(name for name, profile in profiles.items() if profile == "store")
-    authors = re.sub(r"\s+", " ", PAGES["docs/authors.md"])
-    assert f"({', '.join(stores)}; [two others](" in authors
+    page = re.sub(r"\s+", " ", PAGES["docs/stores.md"])
+    assert f"({', '.join(stores)}; [two others](" in page
     assert list(profiles.values()).count("same-engine") == 2
     packages = [
         module.partition(".")[0] for known in bundled_declarations().values() for module in known.packages
     ]
     exempt = sorted(name for name, known in bundled_declarations().items() if known.exempt)
-    [sentence] = re.findall(r"A connector of vLLM whose package.*?one sentence\.", authors)
+    [sentence] = re.findall(r"A connector of vLLM whose package.*?one sentence\.", page)
     assert set(re.findall(r"`(\w+)`", sentence)) == set(packages)
     assert f"({', '.join(exempt)})" in sentence
 
@@ -171,7 +173,12 @@ def test_the_case_is_one() -> None:
 
 def test_every_program_compiles() -> None:
     programs = [(page, code) for page, text in PAGES.items() for code in blocks(text, "python")]
-    assert {page for page, _ in programs} == {"docs/authors.md", "docs/findings.md", "docs/rules.md"}
+    assert {page for page, _ in programs} == {
+        "docs/declare.md",
+        "docs/findings.md",
+        "docs/rules.md",
+        "docs/stores.md",
+    }
     assert {page: said for page, code in programs if (said := syntax_error(code))} == {}
     assert syntax_error("def case(:") == "line 1: invalid syntax"
 

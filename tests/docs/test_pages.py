@@ -203,7 +203,7 @@ def test_the_environment_of_engines(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     given = background.environment(tmp_path)
     assert given["VLLM_PLUGINS"] == given["PLAINLY_MINE"] == given["VLLM_MINE"] == "mine"
     ours = {name for name, value in given.items() if value != os.environ.get(name)}
-    items = terms(AUTHORS, "What engines find in their environment")
+    items = terms(PAGES["docs/environment.md"], "What engines find in their environment")
     variables = named(item for item in items if re.match(r"`[A-Z0-9_]+[=`]", item))
     described = dict(word.split("=", 1) if "=" in word else (word, "") for word in variables)
     of_each_engine = {*context.port_environment(1)}
@@ -225,7 +225,8 @@ def test_numbers_that_authors_read() -> None:
         f"a hand-over has {context.REQUEST_S:.0f} s (in the byte tier P and D each); "
         f"blocks must be free {context.RELEASE_S:.0f} s after the last token" in text
     )
-    assert f"pools of {engine_bench.BLOCKS['P']} blocks (P) and {engine_bench.BLOCKS['D']} blocks (D)" in text
+    pools = f"pools of {engine_bench.BLOCKS['P']} blocks (P) and {engine_bench.BLOCKS['D']} blocks (D)"
+    assert pools in re.sub(r"\s+", " ", PAGES["docs/environment.md"])
     assert f"A prompt may be {engine_bench.PROMPT_BLOCKS} blocks long" in PAGES["docs/families.md"]
     for family in load_families():
         assert f"`{family}`" in text

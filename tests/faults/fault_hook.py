@@ -1,4 +1,4 @@
-"""A fault hook as docs/authors.md shows it. The page has this class word for word."""
+"""A fault hook as docs/stores.md shows it. The page has this class word for word."""
 
 from __future__ import annotations
 

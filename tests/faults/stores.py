@@ -1,6 +1,6 @@
 """Stores with a fault hook: right ones, which load in the step or between steps, and wrong ones.
 
-The transfers that can fail are loads: one for each request. A save is none, see docs/authors.md.
+The transfers that can fail are loads: one for each request. A save is none, see docs/stores.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The fault hook of docs/authors.md: the page has the class that a connector of the tests inherits."""
+"""The fault hook of docs/stores.md: the page has the class that a connector of the tests inherits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HOOK = ROOT / "tests" / "faults" / "fault_hook.py"
 @pytest.fixture
 def hook() -> Any:
     """What the page's program makes."""
-    [code] = [code for code in blocks(PAGES["docs/authors.md"], "python") if "kvconform_fault" in code]
+    [code] = [code for code in blocks(PAGES["docs/stores.md"], "python") if "kvconform_fault" in code]
     assert code.strip() in HOOK.read_text()
     names: dict[str, Any] = {}
     exec(code, names)

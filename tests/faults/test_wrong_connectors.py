@@ -315,7 +315,7 @@ def test_without_nixl_the_cases_do_not_apply(run_cases: Callable[..., CellRun]) 
     run = run_cases("WithoutNixl", LLAMA, "P1D1", "slow failed twice", 1.0)
     assert {result.outcome.value for result in run.results} == {"NOT-APPLICABLE"}
     assert {result.reason for result in run.results} == {
-        "needs a connector that moves bytes with NIXL, or that has kvconform_fault (docs/authors.md)"
+        "needs a connector that moves bytes with NIXL, or that has kvconform_fault (docs/stores.md)"
     }
 
 

@@ -1,7 +1,7 @@
 """Faults in one rank: those of NIXL's agents, or of a connector that can fail on demand.
 
 A connector that does not move bytes with NIXL can have `kvconform_fault`: a method of its class, or a
-function of the class's module that gets the connector first. docs/authors.md describes it.
+function of the class's module that gets the connector first. docs/stores.md describes it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pytest_kvconform.rigs.scenario import NEVER, Faults
 
 HOOK = "kvconform_fault"
 ALL = -1  # every transfer
-# What the hook is asked: see docs/authors.md. COUNT changes nothing.
+# What the hook is asked: see docs/stores.md. COUNT changes nothing.
 FAIL, DELAY, DROP, NONE, START, COUNT = "fail", "delay", "drop", "none", "start", ""
 # The hook counts the steps that a transfer is late. Steps of these engines compute nothing, and the other
 # transfers, in threads of the connector, may need longer for a core than all of these steps.

@@ -42,7 +42,7 @@ AT_ONCE = 12  # requests that an engine holds at once
 SERVERS = {"p": ON_P[-1], "d": ON_D[-1]}
 KEPT = 0.6  # of a lease: for so long at least a heartbeat renews it
 HELD = Faults(hold=1 << 30)  # hold transfers until `start_held_transfers`
-NO_FAULTS = "needs a connector that moves bytes with NIXL, or that has kvconform_fault (docs/authors.md)"
+NO_FAULTS = "needs a connector that moves bytes with NIXL, or that has kvconform_fault (docs/stores.md)"
 NO_TRANSFER = "the connector began no transfer that could be held"
 KEEPS = "P writes what D loads, and keeps what it is writing from for longer than a lease"
 WITHIN_STEP = "D loads within the step that reads the KV, so that no step can run while a load is held"

@@ -29,7 +29,7 @@ from pytest_kvconform.suite.bytes._stores import UNLIKE, is_store
 
 Found = TypeVar("Found")
 BLOCK = 16  # tokens: prompts are for such blocks, also where a block is as large as a state
-NEEDS_FAULTS = "needs a connector that moves bytes with NIXL, or that has kvconform_fault (docs/authors.md)"
+NEEDS_FAULTS = "needs a connector that moves bytes with NIXL, or that has kvconform_fault (docs/stores.md)"
 
 
 def require_faults(bench: Bench, transfer: Transfer) -> None:
