@@ -1,4 +1,4 @@
-"""Run what docs/findings.md has to show its findings again, on the vLLM that is installed here.
+"""Run what the pages in docs/findings have to show each again, on the vLLM that is installed here.
 
     python ci/findings/try_all.py [BEGIN ...] [--dry]
 

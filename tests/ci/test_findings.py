@@ -55,7 +55,11 @@ def runs(table: ModuleType) -> ModuleType:
 @pytest.fixture
 def page(table: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     page = tmp_path / "findings.md"
-    page.write_text(SECTIONS)
+    page.with_suffix("").mkdir()
+    before, after = SECTIONS.split("## ", 1)
+    page.write_text(before)
+    (page.with_suffix("") / "a.md").write_text(f"# Findings in A\n\n## {after}")
+    monkeypatch.setattr(table, "OF_PROJECTS", ("a",))
     monkeypatch.setattr(table, "PAGE", page)
     monkeypatch.setattr(table, "RUNS", tmp_path / "findings.json")
     return page
@@ -138,7 +142,8 @@ def test_cells_say_what_a_run_showed(
     nothing = {one: [{"id": ids[0], "outcome": "BLOCKED"}] for one in (options, tests)}
     runs.keep(a, runs.row(a, nothing))
     assert cells(table)[0] == "2 of 3 fail, 1 blocked", "an environment that lacks something says nothing"
-    table.PAGE.write_text(SECTIONS.replace("x-P1D1", "x-P2D2"))
+    [file] = table.PAGE.with_suffix("").iterdir()
+    file.write_text(file.read_text().replace("x-P1D1", "x-P2D2"))
     assert cells(table)[0] == "not run", "the run was of another case"
 
 

@@ -13,8 +13,13 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = {
     page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8")
-    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md")))
+    for page in (
+        *(ROOT / "README.md", ROOT / "CONTRIBUTING.md"),
+        *sorted(DOCS.glob("*.md")),
+        *sorted((DOCS / "findings").glob("*.md")),
+    )
 }
+FINDINGS = "\n".join(text for page, text in PAGES.items() if page.startswith("docs/findings/"))
 
 
 def blocks(text: str, language: str) -> list[str]:

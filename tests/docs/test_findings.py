@@ -1,4 +1,4 @@
-"""Programs of docs/findings.md print what the page shows."""
+"""Programs of the pages in docs/findings print what these pages show."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from tests.helpers.fixtures import must_be_installed
 from tests.helpers.rings import night
 
-from .pages import PAGES, blocks
+from .pages import FINDINGS, blocks
 
 WITH_OPTIONAL_PACKAGES = """
 from pytest_kvconform.rigs.vllm_setup.optional_packages import mend_imports
@@ -21,8 +21,8 @@ mend_imports()
 
 def test_a_read_after_a_notification_waits_as_the_findings_say() -> None:
     must_be_installed()
-    [code] = [code for code in blocks(PAGES["docs/findings.md"], "python") if "P makes calls" in code]
-    [said] = [text for text in blocks(PAGES["docs/findings.md"], "text") if text.startswith("notified")]
+    [code] = [code for code in blocks(FINDINGS, "python") if "P makes calls" in code]
+    [said] = [text for text in blocks(FINDINGS, "text") if text.startswith("notified")]
     environment = os.environ | {"UCX_TLS": "tcp,self,sm", "UCX_NET_DEVICES": "lo"}
     run = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60
@@ -34,8 +34,8 @@ def test_a_read_after_a_notification_waits_as_the_findings_say() -> None:
 
 def test_the_cpu_kernel_refuses_one_row_as_the_findings_say() -> None:
     must_be_installed()
-    [code] = [code for code in blocks(PAGES["docs/findings.md"], "python") if "causal_conv1d_fwd_cpu" in code]
-    [printed] = [text for text in blocks(PAGES["docs/findings.md"], "text") if text.startswith("2 tokens")]
+    [code] = [code for code in blocks(FINDINGS, "python") if "causal_conv1d_fwd_cpu" in code]
+    [printed] = [text for text in blocks(FINDINGS, "text") if text.startswith("2 tokens")]
     can = "from torch import cpu; print(cpu._is_avx512_bf16_supported() and not cpu._is_amx_tile_supported())"
     run = subprocess.run([sys.executable, "-c", can], capture_output=True, text=True, timeout=60, check=True)
     if run.stdout.strip() != "True":
@@ -52,7 +52,7 @@ def test_the_cpu_kernel_refuses_one_row_as_the_findings_say() -> None:
 def test_latent_attention_is_as_the_findings_say() -> None:
     """Five programs in one process, which imports vLLM once."""
     must_be_installed()
-    page = PAGES["docs/findings.md"]
+    page = FINDINGS
     words = (
         "_zero_block_ids",
         "maybe_transfer_kv_layer",
@@ -75,8 +75,8 @@ def test_latent_attention_is_as_the_findings_say() -> None:
 
 def test_a_generator_on_cpu_has_no_position_as_the_findings_say() -> None:
     must_be_installed()
-    [code] = [code for code in blocks(PAGES["docs/findings.md"], "python") if "get_offset" in code]
-    [printed] = [text for text in blocks(PAGES["docs/findings.md"], "text") if "use offset" in text]
+    [code] = [code for code in blocks(FINDINGS, "python") if "get_offset" in code]
+    [printed] = [text for text in blocks(FINDINGS, "text") if "use offset" in text]
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert run.stdout == printed, run.stderr
 
@@ -95,8 +95,8 @@ def test_a_generator_on_cpu_has_no_position_as_the_findings_say() -> None:
 )
 def test_vllm_counts_and_names_as_the_findings_say(of: str, begins: tuple[str, ...]) -> None:
     must_be_installed()
-    [code] = [code for code in blocks(PAGES["docs/findings.md"], "python") if of in code]
-    [printed] = [text for text in blocks(PAGES["docs/findings.md"], "text") if text.startswith(begins)]
+    [code] = [code for code in blocks(FINDINGS, "python") if of in code]
+    [printed] = [text for text in blocks(FINDINGS, "text") if text.startswith(begins)]
     run = subprocess.run(
         [sys.executable, "-c", WITH_OPTIONAL_PACKAGES + code], capture_output=True, text=True, timeout=120
     )

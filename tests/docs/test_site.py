@@ -126,7 +126,7 @@ def test_a_pipe_in_code_of_a_table_has_no_backslash(site: dict[Path, Page]) -> N
 
 
 def test_the_build_refuses_what_leads_nowhere(tmp_path: Path) -> None:
-    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "findings").mkdir(parents=True)
     for name in ("Makefile", "mkdocs.yml", "LICENSE", "docs/site_pages.py"):
         shutil.copy(ROOT / name, tmp_path / name)
     for name in NAV:
