@@ -160,14 +160,16 @@ def first_sentence(path: Path) -> str:
 
 
 def rules_table() -> str:
-    """One row for each rule, with the files of its cases, whatever minor of vLLM is installed."""
+    """One row for each rule, with the files of its cases, whatever minor of vLLM is installed. Its id is an
+    anchor: rules.md#kv-bytes-001.
+    """
     files: dict[str, set[str]] = {}
     for module in plan.module_names():
         for case in plan.load_module(module)[1]:
             files.setdefault(case.rule, set()).add(f"`pytest_kvconform/suite/{module}.py`: `{case.name}`")
     rows = [
         (
-            rule.id,
+            f'<a id="{rule.id.lower()}"></a>{rule.id}',
             rule.strength,
             rule.level,
             rule.minors.removeprefix("since vLLM "),
@@ -205,7 +207,8 @@ def clauses_tables() -> str:
             (
                 clause.id,
                 clause.sentence,
-                ", ".join(clause.rules) or f"not tested: {clause.untestable}",
+                ", ".join(f"[{rule}](rules.md#{rule.lower()})" for rule in clause.rules)
+                or f"not tested: {clause.untestable}",
                 clause.source,
             )
             for clause in clauses.load().values()

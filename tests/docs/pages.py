@@ -71,9 +71,10 @@ def terms(text: str, heading: str) -> dict[str, str]:
 
 
 def anchors(text: str) -> set[str]:
-    """Names of the headings, as GitHub makes them."""
+    """Names of the headings, as GitHub makes them, and of anchors."""
     heads = re.findall(r"^#+ +(.+)$", prose(text), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+    names = {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+    return names.union(re.findall(r'<a id="([\w-]+)"></a>', text))
 
 
 def regenerate() -> ModuleType:
