@@ -9,7 +9,7 @@ from msgspec import structs
 from model_matrix.geometries import FullAttention, Geometry, Kind, Mla, SlidingWindow, State
 
 DRAFT, HEAD = "draft", 128  # kind of the draft's layer; elements of its heads beside latent attention
-LONGEST = 1 << 17  # tokens of a draft
+DRAFT_TOKENS = 1 << 17  # tokens of a draft
 EAGLE = "LlamaForCausalLMEagle3"  # the class of drafts
 
 
@@ -53,7 +53,7 @@ def speculating(geometry: Geometry, method: str, tokens: int) -> Geometry:
             "num_attention_heads": geometry.config["num_attention_heads"],
             "num_key_value_heads": kind.kv_heads,
             "head_dim": kind.head_size,
-            "max_position_embeddings": LONGEST,
+            "max_position_embeddings": DRAFT_TOKENS,
         },
         speculation=speculation,
     )

@@ -9,7 +9,7 @@ from xdist.scheduler import LoadScopeScheduling
 from pytest_kvconform.features import cell_facts
 from pytest_kvconform.plan import PREFIX, cell_of_id, load_module, module_names
 from pytest_kvconform.result import Cell
-from pytest_kvconform.shards import APART
+from pytest_kvconform.shards import ALONE_RIGS
 
 
 class CellScheduling(LoadScopeScheduling):
@@ -24,7 +24,7 @@ class CellScheduling(LoadScopeScheduling):
             f"{PREFIX}{module}::{case.name}": case.rig
             for module in module_names()
             for case in load_module(module)[1]
-            if case.rig in APART
+            if case.rig in ALONE_RIGS
         }
 
     def _split_scope(self, nodeid: str) -> str:

@@ -24,7 +24,7 @@ from pytest_kvconform.result import Blocked, Cell, HookCall, NotApplicable
 from pytest_kvconform.rigs.processes.cores import slowness
 from pytest_kvconform.rigs.processes.marks import Marks
 from pytest_kvconform.rigs.processes.place import LOOPBACK, Place
-from pytest_kvconform.rigs.processes.ports import APART, BOOTSTRAP_PORT, free_port
+from pytest_kvconform.rigs.processes.ports import BOOTSTRAP_PORT, PORTS_APART, free_port
 from pytest_kvconform.rigs.processes.stacks import Frame
 from pytest_kvconform.services.engine_values import fill_engine
 
@@ -209,7 +209,7 @@ class RunContext:
     def transfer_config(self, role: str, port: int = 0, **more: Any) -> dict[str, Any]:
         """The fields of vLLM's KVTransferConfig for one engine, see the function `transfer_config`.
 
-        `port`: the first of APART ports that it has; 0: it is not going to start.
+        `port`: the first of PORTS_APART ports that it has; 0: it is not going to start.
         """
         config = transfer_config(self.subject, role, self.facts.device, port=port, **more)
         return with_own_values(config, port, host=self.place(role).host) if port else config
@@ -290,7 +290,7 @@ def transfer_config(
     return config | {EXTRA: config[EXTRA] | {CHILDREN: inside}}
 
 
-def port_environment(port: int = 0, count: int = APART) -> dict[str, str]:
+def port_environment(port: int = 0, count: int = PORTS_APART) -> dict[str, str]:
     """The environment variables that name the ports of an engine's side channels.
 
     `port`: the first of `count` ports that the engine has; 0: free ones.
@@ -302,7 +302,7 @@ def port_environment(port: int = 0, count: int = APART) -> dict[str, str]:
     }
 
 
-def with_own_values(config: Any, port: int, count: int = APART, host: str = LOOPBACK) -> Any:
+def with_own_values(config: Any, port: int, count: int = PORTS_APART, host: str = LOOPBACK) -> Any:
     """A configuration, or a part of it, with `{engine.…}` filled in. `port`: as in `port_environment`."""
     return fill_engine(config, port + count // 2 + 1, host)
 

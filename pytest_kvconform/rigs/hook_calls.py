@@ -20,7 +20,7 @@ from pytest_kvconform.result import HookCall, message_of, utf8
 from pytest_kvconform.rigs.vllm_setup.hooks import BOTH, HOOKS, WORKER
 
 NEAR = 12  # a call like one of so many last records is counted there
-LONGEST = 100  # characters of an answer, and of an id
+MOST_CHARACTERS = 100  # characters of an answer, and of an id
 ITEMS = 3  # of a collection that are shown
 DEEPEST = 2  # collections inside of each other that are shown
 REQUESTS = 8  # ids of a record
@@ -163,7 +163,7 @@ def raised(error: BaseException) -> str:
 def _text(value: Any, depth: int = 0) -> str:
     kind = type(value)
     if kind in _PLAIN:
-        return repr(value[:LONGEST] if kind in (str, bytes) else value)
+        return repr(value[:MOST_CHARACTERS] if kind in (str, bytes) else value)
     if kind in _SEVERAL and depth <= DEEPEST:
         return _several(value, depth + 1)
     if depth:
@@ -197,12 +197,12 @@ def _requests(arguments: tuple[Any, ...]) -> tuple[str, ...]:
     except Exception:  # of metadata, which is the connector's
         return ()
     if type(found) is str:
-        return (found[:LONGEST],)
+        return (found[:MOST_CHARACTERS],)
     ids = set(first) if type(first) in (set, frozenset) else set[Any]()
     for name in ("finished_sending", "finished_recving"):
         reported: Any = getattr(first, name, None)
         ids |= reported if type(reported) in (set, frozenset) else set()
-    return tuple(sorted(one[:LONGEST] for one in ids if type(one) is str)[:REQUESTS])
+    return tuple(sorted(one[:MOST_CHARACTERS] for one in ids if type(one) is str)[:REQUESTS])
 
 
 def _given(hook: str, arguments: tuple[Any, ...]) -> str:
@@ -216,7 +216,7 @@ def _given(hook: str, arguments: tuple[Any, ...]) -> str:
 
 def _cut(text: str) -> str:
     text = utf8(text)
-    return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
+    return text if len(text) <= MOST_CHARACTERS else f"{text[: MOST_CHARACTERS - 3]}..."
 
 
 def watch_local_hits(connector: Any) -> dict[str, int]:

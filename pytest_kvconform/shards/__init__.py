@@ -21,14 +21,14 @@ from pytest_kvconform.settings import NIGHTLY
 if TYPE_CHECKING:
     from pytest_kvconform.plan import PlannedCase
 
-APART = ("scheduler", "serving")  # rigs whose cases share no engine with other rigs
+ALONE_RIGS = ("scheduler", "serving")  # rigs whose cases share no engine with other rigs
 
 
 class Group(msgspec.Struct, frozen=True):
     """What runs in one place: the cases of a cell that share engines."""
 
     cell: Cell
-    apart: str  # a rig of APART, or "" for all others together
+    apart: str  # a rig of ALONE_RIGS, or "" for all others together
 
 
 class Rig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -61,7 +61,7 @@ def _rig(planned: PlannedCase, matrix: str) -> Rig:
 
 def group_of(planned: PlannedCase) -> Group:
     """Return the group of a case."""
-    return Group(planned.cell, planned.case.rig if planned.case.rig in APART else "")
+    return Group(planned.cell, planned.case.rig if planned.case.rig in ALONE_RIGS else "")
 
 
 def groups(planned: Iterable[PlannedCase]) -> dict[Group, list[PlannedCase]]:

@@ -12,7 +12,7 @@ import pytest
 from pytest_kvconform.plan import make_plan
 from pytest_kvconform.result import Blocked, Cell, Finding, HarnessError
 from pytest_kvconform.rigs.peers.bench import PeerBench
-from pytest_kvconform.rigs.peers.scenarios import APART, SCENARIOS
+from pytest_kvconform.rigs.peers.scenarios import ON_THEIR_OWN, SCENARIOS
 from pytest_kvconform.rigs.peers.stepping import together
 from pytest_kvconform.settings import Settings
 from tests.helpers.case_runner import CaseRunner
@@ -29,7 +29,7 @@ EVERY = SCENARIOS["P1D1"]
         ("restarted_peer", {"stopped_peer"}),  # it comes after that one
         ("garbage_messages", {"unreachable_peer", "silent_peer"}),  # it needs them beside it
         ("load_on_idle_engine", {"hand_overs"}),
-        ("another_model", None),  # of `APART`
+        ("another_model", None),  # of `ON_THEIR_OWN`
     ],
 )
 def test_a_scenario_runs_with_those_that_it_needs(name: str, others: set[str] | None) -> None:
@@ -71,10 +71,10 @@ def test_a_module_runs_its_own_scenarios(
 def test_cases_declare_scenarios_that_exist() -> None:
     plan = make_plan(Settings(connector="NixlConnector", tier=("protocol",), matrix="full"), ())
     mine = [planned for planned in plan.selected if planned.case.rig == "peers"]
-    names = {name for scenarios in (APART, *SCENARIOS.values()) for name in scenarios}
+    names = {name for scenarios in (ON_THEIR_OWN, *SCENARIOS.values()) for name in scenarios}
     assert {name for planned in mine for name in planned.scenarios} == names
     for planned in mine:
-        known = {*APART, *SCENARIOS[planned.cell.topology]}
+        known = {*ON_THEIR_OWN, *SCENARIOS[planned.cell.topology]}
         assert known.intersection(planned.scenarios), planned.id
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import pytest
 
-from pytest_kvconform.rigs.peers.scenarios import APART
+from pytest_kvconform.rigs.peers.scenarios import ON_THEIR_OWN
 from tests.helpers.rings import night
 from tests.peers.conftest import Reported
 
@@ -110,7 +110,7 @@ def test_a_second_sample_may_be_loaded_computed_or_refused(
 
 def test_scenarios_of_their_own_rules_share_no_engine() -> None:
     """What kills an engine in one of them, such as the handshake with another model, fails no other rule."""
-    names = [name for one in APART.values() for name in (*one.engines, *one.other_engines)]
+    names = [name for one in ON_THEIR_OWN.values() for name in (*one.engines, *one.other_engines)]
     assert len(set(names)) == len(names)
 
 

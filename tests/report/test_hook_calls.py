@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pytest_kvconform.case_outcome import MOST_CALLS
-from pytest_kvconform.rigs.hook_calls import LONGEST, NEAR, LastCalls, raised, short
+from pytest_kvconform.rigs.hook_calls import MOST_CHARACTERS, NEAR, LastCalls, raised, short
 from pytest_kvconform.rigs.vllm_setup.hooks import WORKER
 
 
@@ -55,7 +55,7 @@ def test_an_answer_is_a_short_text(value: Any, text: str) -> None:
 
 
 def test_a_long_answer_is_cut() -> None:
-    assert len(short("x" * 10**6)) == len(raised(ValueError("x" * 10**6))) == LONGEST
+    assert len(short("x" * 10**6)) == len(raised(ValueError("x" * 10**6))) == MOST_CHARACTERS
     assert raised(KeyError("r-1")) == "raised KeyError: 'r-1'"
     assert raised(Unprintable()) == "raised Unprintable: (OSError in Unprintable.__str__)"
     assert raised(OSError("\ud800")) == "raised OSError: \\ud800"

@@ -44,19 +44,19 @@ def test_a_port_in_use_is_passed_over(monkeypatch):
 
     port = free_port()
     with socket.create_server(("127.0.0.1", port)):
-        monkeypatch.setattr(ports, "_next", itertools.count((port - ports.FIRST) // ports.APART))
+        monkeypatch.setattr(ports, "_next", itertools.count((port - ports.FIRST) // ports.PORTS_APART))
         assert free_port() != port
 
 
 def test_many_runs_at_once_get_ports(monkeypatch):
     from pytest_kvconform.rigs.processes import ports
 
-    monkeypatch.setattr(ports, "FIRST", ports.FIRST + ports.APART // 2)  # other runs get other ports
-    few = ports.FIRST + 8 * ports.APART
+    monkeypatch.setattr(ports, "FIRST", ports.FIRST + ports.PORTS_APART // 2)  # other runs get other ports
+    few = ports.FIRST + 8 * ports.PORTS_APART
     monkeypatch.setattr(ports, "_first_ephemeral", lambda: few)
     first = [free_port() for _ in range(8)]
     later = [free_port() for _ in range(8)]  # every port was given to an engine of this run
-    assert set(first) == set(later) <= set(range(ports.FIRST, few, ports.APART))
+    assert set(first) == set(later) <= set(range(ports.FIRST, few, ports.PORTS_APART))
     while ports._taken:
         ports._taken.popleft()[1].close()
 
@@ -91,7 +91,7 @@ def test_a_port_is_kept_again_for_the_next_engine(monkeypatch):
     ports._taken.popleft()[1].close()
     for _ in range(2):  # it may be kept already
         ports.keep_again(port)
-    monkeypatch.setattr(ports, "_next", itertools.count((port - ports.FIRST) // ports.APART))
+    monkeypatch.setattr(ports, "_next", itertools.count((port - ports.FIRST) // ports.PORTS_APART))
     try:
         assert free_port() != port and [kept for kept, _ in ports._taken].count(port) == 1
     finally:

@@ -9,7 +9,7 @@ import pytest
 from model_matrix.cells import EVERY_MATRIX
 from pytest_kvconform.plan import make_plan
 from pytest_kvconform.settings import BadSetting, Settings
-from pytest_kvconform.shards import APART, group_of, groups, load_costs, seconds
+from pytest_kvconform.shards import ALONE_RIGS, group_of, groups, load_costs, seconds
 
 
 def shards(count: int, **settings) -> list:
@@ -39,7 +39,7 @@ def test_cases_of_a_cell_that_share_engines_stay_together():
         others = {group_of(one) for other in parts[:number] for one in other.selected}
         assert others.isdisjoint(groups(part.selected))
     apart = {group.apart for part in parts for group in groups(part.selected)}
-    assert apart == {"", *APART}
+    assert apart == {"", *ALONE_RIGS}
 
 
 def test_a_shard_keeps_the_order_of_the_run():

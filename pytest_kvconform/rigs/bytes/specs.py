@@ -75,7 +75,7 @@ def byte_engine_spec(
 
 
 def ports_of(spec: ByteEngineSpec) -> list[int]:
-    """The ports that an engine was given, each the first of APART: kv_port, and that of its side channels."""
+    """The ports that an engine was given, each the first of PORTS_APART: kv_port, and the side channels'."""
     return [spec.kv_transfer_config["kv_port"], int(spec.environment["VLLM_NIXL_SIDE_CHANNEL_PORT"])]
 
 

@@ -10,7 +10,7 @@ The way of a scenario:
 
 1. A case calls `bench.peers.observe(cell, name)`. The first call of a cell (bench.py) starts the engines of
    all scenarios that its cases declare (`@case`), as scenarios.py and rank_scenarios.py list them, and of
-   those that these need; those of `APART` when a case asks.
+   those that these need; those of `ON_THEIR_OWN` when a case asks.
 2. stepping.py lets every engine step without waiting for it, and advances one scenario after the other.
 3. A scenario uses scenario_engines.py: P computes a prompt (`prefill`), D loads it (`decode`), and each part
    waits with `yield`. hostile_clients.py listens and never answers, or sends malformed messages.

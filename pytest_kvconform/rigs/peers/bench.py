@@ -23,7 +23,7 @@ from pytest_kvconform.rigs.peers.scenario_engines import (
     ScenarioObservation,
     prompt_length,
 )
-from pytest_kvconform.rigs.peers.scenarios import APART, BAD, CUT, SCENARIOS
+from pytest_kvconform.rigs.peers.scenarios import BAD, CUT, ON_THEIR_OWN, SCENARIOS
 from pytest_kvconform.rigs.peers.sleeping_peer import LIMIT
 from pytest_kvconform.rigs.peers.stepping import PeerScenario, RunningScenario, run_scenarios, together
 from pytest_kvconform.rigs.processes.cores import own_core_wait
@@ -141,13 +141,13 @@ class PeerBench:
     def observe(self, cell: Cell, name: str) -> ScenarioObservation:
         """What a scenario shows in a cell.
 
-        The first call runs all that cases of the cell observe, or those of `APART`. Raises Blocked where
-        engines do not start, and HarnessError for a scenario that the case has not declared.
+        The first call runs all that cases of the cell observe, or those of `ON_THEIR_OWN`. Raises Blocked
+        where engines do not start, and HarnessError for a scenario that the case has not declared.
         """
         if name not in self._of_case:
             raise HarnessError(f"the case observes the scenario {name}, and does not declare it")
         if (cell, name) not in self._seen:
-            every = APART if name in APART else SCENARIOS[cell.topology]
+            every = ON_THEIR_OWN if name in ON_THEIR_OWN else SCENARIOS[cell.topology]
             scenarios = together(every, self._of_all | {name})
             try:
                 for one, seen in self._run_until_judged(cell, scenarios).items():

@@ -31,7 +31,7 @@ from pytest_kvconform.rigs.scenario import (
 
 # Handed over without faults: first of all, and after each transfer that leaves traces.
 AFTER = Transfer("after", (Prompt(tokens(19, seed=7)),))
-LONGEST = 240  # tokens: of one transfer, and of earlier ones that P keeps until their lease is over
+MOST_TOKENS = 240  # tokens: of one transfer, and of earlier ones that P keeps until their lease is over
 HELD = 8  # prompts that P and D hold at once: of a transfer, and of earlier ones
 Pair = tuple[FaultyEngineHandle, FaultyEngineHandle]
 LEASE_S = 2  # long enough for every read; NIXL's heartbeats prolong it by a third less
@@ -199,7 +199,7 @@ class FaultBench:
                 raise Blocked(f"transfers of {cell} with faults failed {DEATHS} times, last: {deaths[-1]}")
         try:
             new, lease_s = not self.pairs.running(cell, word), self._asked_lease_s
-            room = LONGEST + HELD * longer
+            room = MOST_TOKENS + HELD * longer
             p, d = self.pairs.pair(
                 cell,
                 lambda role, tp, folder: byte_engine_spec(

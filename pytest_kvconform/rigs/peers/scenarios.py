@@ -333,7 +333,7 @@ SCENARIOS: dict[str, dict[str, PeerScenario]] = {
     "P2D1": {**OF_LEASES, **OF_RANKS["P2D1"]},
 }
 # Scenarios that run when a case asks for them, without the others.
-APART: dict[str, PeerScenario] = {
+ON_THEIR_OWN: dict[str, PeerScenario] = {
     "another_model": PeerScenario(another_model, ("P", "D")),
     "shutdown_during_load": PeerScenario(shutdown_during_load, ("P13", "D13"), starts_early=True),
     "two_peers": PeerScenario(two_peers, ("P15", "P15-pool", "D15")),

@@ -24,7 +24,7 @@ _RIG = re.compile(
     r'^  File "(?:[^"]*/pytest_kvconform/rigs/[^"]*|<frozen runpy>)", line \d+ in .*\n?', re.MULTILINE
 )
 LOG_LINES = 12  # of a log, in a finding
-LONGEST = 240  # characters of one sentence
+SENTENCE_CHARACTERS = 240  # characters of one sentence
 STACK_S, MOMENT_S = 5.0, 0.1  # that a process may take to write its stack; in which nothing more comes
 
 
@@ -69,7 +69,7 @@ def exceptions_in(text: str) -> tuple[str, ...]:
                 if end["message"]
                 else name + place + (f": {source}" if source else "")
             )
-            found[printable(sentence[:LONGEST])] = None
+            found[printable(sentence[:SENTENCE_CHARACTERS])] = None
             place = source = ""
         elif place and not source:
             source = line.strip()

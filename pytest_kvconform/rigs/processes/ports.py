@@ -14,7 +14,7 @@ FIRST = 10240
 BOOTSTRAP_PORT = "VLLM_MOONCAKE_BOOTSTRAP_PORT"  # variable of vLLM: where MooncakeConnector's P is found
 LISTEN = "0A"  # TCP_LISTEN of include/net/tcp_states.h in Linux, as /proc/net/tcp writes it
 NAME = "\0kvconform-port-%d"  # of the abstract Unix socket that keeps other runs off a port
-APART = 64  # distance of two ports that are given out: a connector may add its rank to its port
+PORTS_APART = 64  # distance of two ports that are given out: a connector may add its rank to its port
 # Ports that a run keeps from others. An engine has two or three, and six runs leave some free. From MOST the
 # run goes back to ENOUGH at once, since `_listening` takes 50 ms on some machines.
 ENOUGH, MOST = 48, 56
@@ -36,8 +36,8 @@ def free_port() -> int:
     """
     end = _first_ephemeral()
     while True:
-        for _ in range(FIRST, end, APART):
-            port = FIRST + next(_next) * APART % (end - FIRST)
+        for _ in range(FIRST, end, PORTS_APART):
+            port = FIRST + next(_next) * PORTS_APART % (end - FIRST)
             if token := _token(port):
                 _keep(port, token)
                 return port

@@ -16,7 +16,7 @@ from pytest_kvconform.rigs.context import RunContext, transfer_config
 from pytest_kvconform.rigs.processes.child import ChildProcess, ForkRefused, leave
 from pytest_kvconform.rigs.processes.cores import MOST
 from pytest_kvconform.rigs.processes.hangs import LEFT_OUT_S, PATIENCE, QUIET, UNSTARTED
-from pytest_kvconform.rigs.processes.ports import APART, free_port
+from pytest_kvconform.rigs.processes.ports import PORTS_APART, free_port
 from pytest_kvconform.rigs.scheduler.host import LEAVE_S, HostSpec
 from pytest_kvconform.rigs.scheduler.side_state import RANKS
 from pytest_kvconform.rigs.scheduler.violations import RELEASES
@@ -126,9 +126,9 @@ class SchedulerBench:
         name = context.next_name()
         tp = dict(zip("PD", parse_topology(cell.topology), strict=True))
         folder = str(context.store_folder(name))
-        # and those up to the next that is given out, see ports.APART; real workers listen on theirs
+        # and those up to the next that is given out, see ports.PORTS_APART; real workers listen on theirs
         firsts = [free_port() for _ in range(2 if cell in self._own_reports else 1)]
-        ports = [first + n * RANKS for first in firsts for n in range(APART // RANKS)]
+        ports = [first + n * RANKS for first in firsts for n in range(PORTS_APART // RANKS)]
         spec = HostSpec(
             cell=cell,
             subject=context.subject,

@@ -71,7 +71,7 @@ from pytest_kvconform.rigs.vllm_setup.kv_cache_specs import NO_STATES, unified_i
 from pytest_kvconform.rigs.vllm_setup.overrides import keep_configured_limits
 from pytest_kvconform.subject import Subject
 
-LONGEST = 8192  # tokens of a request
+REQUEST_TOKENS = 8192  # tokens of a request
 LEAVE_S, LEAVE_AGAIN_S = 5.0, 0.2  # for the shutdown of a worker half; after one that did not end
 WAITS = "an object waits in its __del__, such as a zmq.Context that shutdown() has not closed"
 
@@ -355,8 +355,8 @@ def configuration(
         block_size=memory.block,
         conv_layout=memory.conv,
         cache_dtype=memory.dtype,
-        max_model_len=LONGEST,
-        max_batched_tokens=LONGEST,
+        max_model_len=REQUEST_TOKENS,
+        max_batched_tokens=REQUEST_TOKENS,
         max_seqs=max_seqs,
         tensor_parallel=tp,
         kv_transfer=transfer,

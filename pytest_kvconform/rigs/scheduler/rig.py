@@ -54,9 +54,9 @@ from pytest_kvconform.rigs.scheduler.connector_class import miss_reports, requir
 from pytest_kvconform.rigs.scheduler.leaks import goes_on
 from pytest_kvconform.rigs.scheduler.side import Side
 from pytest_kvconform.rigs.scheduler.side_state import (
-    APART,
     BLOCK,
     BLOCKS,
+    BLOCKS_APART,
     RANKS,
     first_block,
     longer,
@@ -122,16 +122,16 @@ class Rig:
     ) -> Side:
         """A new engine of a role, "P" or "D". Several of one role are independent, as after a restart.
 
-        `blocks`: of the pool, all KV cache groups together, the null block not included, fewer than APART
-        times `longer`; 0: BLOCKS times `longer`.
+        `blocks`: of the pool, all KV cache groups together, the null block not included, fewer than
+        BLOCKS_APART times `longer`; 0: BLOCKS times `longer`.
         `policy`: kv_load_failure_policy. `config`: further keys of kv_connector_extra_config. `transfer`:
         makes another KVTransferConfig of the subject's, see fake_connector.py. `change_groups` changes the
         KVCacheConfig in place.
         """
         times = longer(self.subject)
         blocks = blocks or BLOCKS * times
-        if not 1 <= blocks < APART * times:
-            raise HarnessError(f"a side has 1 to {APART * times - 1} blocks, not {blocks}")
+        if not 1 <= blocks < BLOCKS_APART * times:
+            raise HarnessError(f"a side has 1 to {BLOCKS_APART * times - 1} blocks, not {blocks}")
         first = first_block(self.subject, len(self._sides))
         vllm_config = self.host.vllm_config(role, policy, extra=config)
         number = len(self._sides) % (len(self.host.spec.ports) - 2)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pytest_kvconform.subject import Subject
 
 RANKS = 8  # how far apart the ports of two sides are: a connector may add its rank
-APART = 256  # block ids between two sides, and below those of the first one; times `longer`
+BLOCKS_APART = 256  # block ids between two sides, and below those of the first one; times `longer`
 BLOCK = 16  # tokens of the smallest block of the cells
 BLOCKS = 100  # of a side, the null block not included; times `longer`
 LENGTH = 3 * BLOCK  # tokens of a prompt: most have fewer
@@ -38,7 +38,7 @@ def first_block(subject: Subject, index: int) -> int:
 
     Small numbers are block ids of no side: connectors also keep lists of ranks, layers and groups.
     """
-    return APART * longer(subject) * (index + 1)
+    return BLOCKS_APART * longer(subject) * (index + 1)
 
 
 def longer(subject: Subject) -> int:
@@ -165,7 +165,7 @@ class SideState:
 
     def owns_block(self, block: int) -> bool:
         """Whether a number is a block id of this side's pool."""
-        return self.first_block < block < self.first_block + APART * longer(self.rig.subject)
+        return self.first_block < block < self.first_block + BLOCKS_APART * longer(self.rig.subject)
 
     def unused_blocks(self) -> frozenset[int]:
         """Blocks that nobody references: vLLM may give them to any request."""

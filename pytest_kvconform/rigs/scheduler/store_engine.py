@@ -35,7 +35,7 @@ from pytest_kvconform.rigs.scheduler.rig import BLOCK, BLOCKS, Rig, Side, first_
 from pytest_kvconform.rigs.scheduler.worker_half import WorkerHalf
 from pytest_kvconform.rigs.vllm_setup.compat import pre_forward
 
-LONGEST = 8  # blocks of a request, beyond what its connector's declaration adds to every prompt
+REQUEST_BLOCKS = 8  # blocks of a request, beyond what its connector's declaration adds to every prompt
 ENCODER_TOKENS = 1024
 EMBEDDING = 8  # numbers of a token
 YES = "yes"
@@ -71,7 +71,7 @@ def start_engine_with_worker(
 
 def longest_request(rig: Rig) -> int:
     """Blocks of the longest request of an engine with a worker half."""
-    return LONGEST + declared_addition(rig.subject, BLOCK) // BLOCK
+    return REQUEST_BLOCKS + declared_addition(rig.subject, BLOCK) // BLOCK
 
 
 def workers_hear_of_ends(rig: Rig, role: str) -> bool:

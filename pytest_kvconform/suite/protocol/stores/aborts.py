@@ -6,7 +6,7 @@ from pytest_kvconform.case import case
 from pytest_kvconform.result import Evidence, Violation
 from pytest_kvconform.rigs.scheduler.rig import Rig
 from pytest_kvconform.suite.protocol.multi_connector import _dense
-from pytest_kvconform.suite.protocol.stores.saved_prompts import is_store
+from pytest_kvconform.suite.protocol.stores.saved_prompts import require_store
 from pytest_kvconform.suite.protocol.stress._live import (
     abort_once_admitted,
     decode,
@@ -27,7 +27,7 @@ def abort_of_a_load_leaves_others_alone(rig: Rig, state: str) -> Evidence:
     what was saved, a later request with the prompt of the aborted one does so or computes it, and nothing is
     left.
     """
-    is_store(rig)
+    require_store(rig)
     try:
         return _abort(rig, state)
     except Violation as broken:

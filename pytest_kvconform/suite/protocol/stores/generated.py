@@ -10,7 +10,7 @@ from pytest_kvconform.case import case
 from pytest_kvconform.result import Evidence
 from pytest_kvconform.rigs.scheduler.rig import Rig
 from pytest_kvconform.suite.protocol.multi_connector import _dense
-from pytest_kvconform.suite.protocol.stores.saved_prompts import is_store
+from pytest_kvconform.suite.protocol.stores.saved_prompts import require_store
 from pytest_kvconform.suite.protocol.stress._live import await_saves, loaded, settle
 
 ASKED = 5  # tokens that the user adds to what was generated, which are no whole block
@@ -26,7 +26,7 @@ def sampled_tokens_are_loaded_as_computed(rig: Rig, variant: None) -> Evidence:
     from pytest_kvconform.rigs.scheduler.live.pair import live_engines
     from pytest_kvconform.rigs.scheduler.side import SAMPLED
 
-    is_store(rig)
+    require_store(rig)
     with live_engines(rig) as live:
         engine, b = live.d, rig.host.spec.memory["D"].block
         answer = 2 * b - ASKED

@@ -14,7 +14,7 @@ TURNS = ("b-1", "b", "b+1", "2b-1", "2b", "2b+1", "3b+1")  # lengths of the prom
 SAVES_S = 2.0  # in which saves in the background may end
 
 
-def is_store(rig: Rig) -> None:
+def require_store(rig: Rig) -> None:
     """Raise NotApplicable for a P/D pair: it loads what P keeps, and nothing that was saved."""
     if not rig.subject.is_store:
         raise NotApplicable(f"{rig.subject.connector} is no store: it loads what another engine keeps for it")
@@ -24,7 +24,7 @@ def start_store(rig: Rig) -> Side:
     """Start an engine with a worker half. Raises NotApplicable for a P/D pair."""
     from pytest_kvconform.rigs.scheduler.store_engine import start_engine_with_worker
 
-    is_store(rig)
+    require_store(rig)
     return start_engine_with_worker(rig)
 
 

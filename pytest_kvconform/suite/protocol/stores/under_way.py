@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from pytest_kvconform.case import case
 from pytest_kvconform.result import Evidence, NotApplicable, Violation
 from pytest_kvconform.rigs.scheduler.rig import Rig
-from pytest_kvconform.suite.protocol.stores.saved_prompts import is_store
+from pytest_kvconform.suite.protocol.stores.saved_prompts import require_store
 from pytest_kvconform.suite.protocol.stress._live import await_saves, loaded, plain, prompts_of, settle
 
 MOMENTS = 8  # P saves, and D asks after 1, 2, ... steps of P
@@ -23,7 +23,7 @@ def prompts_can_be_loaded_while_they_are_saved(rig: Rig, variant: None) -> Evide
     from pytest_kvconform.rigs.scheduler.live.config import LiveSpec
     from pytest_kvconform.rigs.scheduler.live.pair import live_engines
 
-    is_store(rig)
+    require_store(rig)
     if rig.subject.is_same_engine:
         raise NotApplicable("no engine loads what another one saves")
     # Both write the same words: D saves what it computes itself, and P may find that.

@@ -14,7 +14,7 @@ from pytest_kvconform.suite.protocol._scenarios import (
     report_all,
     token_count,
 )
-from pytest_kvconform.suite.protocol.stores.saved_prompts import is_store
+from pytest_kvconform.suite.protocol.stores.saved_prompts import require_store
 from pytest_kvconform.suite.protocol.stress._live import (
     decode,
     in_full,
@@ -62,7 +62,7 @@ def loads_belong_to_their_own_embeddings(rig: Rig, way: str) -> Evidence:
     """
     from pytest_kvconform.rigs.scheduler.live.pair import live_engines
 
-    require = is_store if way == "saved" else needs_hand_over
+    require = require_store if way == "saved" else needs_hand_over
     require(rig)
     with live_engines(rig) as live:
         block = rig.host.spec.memory["P"].block
