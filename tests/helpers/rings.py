@@ -25,7 +25,7 @@ TESTS = Path(__file__).parents[1]
 RINGS = ("first", "all", "night")
 # folders without engines, or with few of them
 FIRST = (
-    "causes claims cpu_layers declarations helpers house kvspace model_matrix origin plugin report services "
+    "causes claims cpu_layers declarations helpers house kvspace model_matrix origin plugin report "
     "small_suite"
 ).split()
 # folders whose engines wait for deadlines, or are started for each test
