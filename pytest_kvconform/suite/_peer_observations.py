@@ -7,12 +7,10 @@ import numpy as np
 from model_matrix import parse_topology
 from pytest_kvconform import rules
 from pytest_kvconform.kvspace.kinds import SAME
-from pytest_kvconform.kvspace.pools.addresses import COORDINATES
 from pytest_kvconform.kvspace.pools.diagnose import count_pool, diagnose_pool
 from pytest_kvconform.kvspace.pools.draw import draw_pool
 from pytest_kvconform.result import Blocked, Cell, Evidence, Finding, HarnessError, NotApplicable, Violation
 from pytest_kvconform.rigs.bench import Bench
-from pytest_kvconform.rigs.bytes.overwriter import NUMBERS
 from pytest_kvconform.rigs.peers.bench import seconds
 from pytest_kvconform.rigs.peers.messages import EngineObservation
 from pytest_kvconform.rigs.peers.scenario_engines import NO_TRANSFER, DecodeResult, ScenarioObservation
@@ -101,10 +99,12 @@ def outcome_of(ended: DecodeResult) -> str:
 
 
 def was_overwritten(ended: DecodeResult) -> bool:
-    """Whether all wrong words of a request are those of requests that P has computed in freed blocks."""
+    """Whether all wrong words of a request are those of later requests of P: their numbers are larger."""
     runs = [check.pool.runs[check.pool.runs["kind"] != SAME] for check in ended.checks if check.pool.wrong]
-    found = np.concatenate([one["found"] for one in runs]) if runs else np.zeros(0, dtype=COORDINATES)
-    return len(found) > 0 and bool(((found["engine"] == 0) & np.isin(found["owner"], NUMBERS)).all())
+    if not runs:
+        return False
+    found, due = (np.concatenate([one[which] for one in runs]) for which in ("found", "expected"))
+    return len(found) > 0 and bool(((found["engine"] == 0) & (found["owner"] > due["owner"])).all())
 
 
 def broken_rule(rule: str, what: str) -> str:
