@@ -213,17 +213,7 @@ def _word_and_sentence(
             "the run was stopped or a worker died; run it again to the end"
         )
     if blocked := of(Outcome.BLOCKED):
-        reasons = sorted(
-            {result.reason for result in blocked},
-            key=lambda reason: -sum(result.reason == reason for result in blocked),
-        )
-        more = f" (and {len(reasons) - 1} other reasons)" if len(reasons) > 1 else ""
-        depends = any(result.depends_on for result in blocked if result.reason == reasons[0])
-        here = "" if depends else " here"  # the cause is not this machine, if another case failed
-        return (
-            "INCOMPLETE",
-            f"{len(blocked)} of {_count_cases(len(results))} could not run{here}: {reasons[0]}{more}",
-        )
+        return "INCOMPLETE", _blocked_sentence(blocked, len(results))
     passed, known = of(Outcome.PASS), of(Outcome.KNOWN)
     here = f" in shard {criteria.shard} alone" if criteria and criteria.shard else ""
     if criteria is not None and (wrong := _declaration_mistake(results, criteria, len(known), level)):
@@ -259,6 +249,18 @@ def _word_and_sentence(
             f"except {failures}: {_count_cases(len(passed))} passed{tail}; the first: {known[0].reason}",
         )
     return "CONFORMS", f"{_count_cases(len(passed))} passed{tail}"
+
+
+def _blocked_sentence(blocked: Sequence[CaseResult], count: int) -> str:
+    """Return how many of `count` cases could not run, and the most frequent reason."""
+    reasons = sorted(
+        {result.reason for result in blocked},
+        key=lambda reason: -sum(result.reason == reason for result in blocked),
+    )
+    more = f" (and {len(reasons) - 1} other reasons)" if len(reasons) > 1 else ""
+    depends = any(result.depends_on for result in blocked if result.reason == reasons[0])
+    here = "" if depends else " here"  # the cause is not this machine, if another case failed
+    return f"{len(blocked)} of {_count_cases(count)} could not run{here}: {reasons[0]}{more}"
 
 
 def _declaration_mistake(

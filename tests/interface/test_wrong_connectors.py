@@ -249,7 +249,7 @@ WRONG = [
 def test_a_mistake_is_found_by_its_case_alone_and_named_in_one_sentence(
     run_cases: Callable[..., CellRun], wrong: Wrong, pytestconfig: pytest.Config
 ) -> None:
-    """With --nightly, modules without such a case run, too."""
+    """At night, and where the file is named, modules without such a case run, too."""
     modules = MODULES if rings.is_night(pytestconfig) else modules_about(wrong.fails, MODULES)
     run = run_cases(wrong.connector, **wrong.cell, only=lambda planned: planned.module in modules)
     found = {name: finding.happened for name, finding in run.findings.items()}

@@ -5,16 +5,21 @@ finding about one of them has the calls about its own requests.
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
+from pytest_kvconform.kvspace.kinds import SAME
+from pytest_kvconform.kvspace.pools.addresses import COORDINATES
 from pytest_kvconform.plan import make_plan
 from pytest_kvconform.result import Blocked, Cell, Finding, HarnessError
 from pytest_kvconform.rigs.peers.bench import PeerBench
 from pytest_kvconform.rigs.peers.scenarios import ON_THEIR_OWN, SCENARIOS
 from pytest_kvconform.rigs.peers.stepping import together
 from pytest_kvconform.settings import Settings
+from pytest_kvconform.suite._peer_observations import was_overwritten
 from tests.helpers.case_runner import CaseRunner
 
 from .conftest import LEASE, LEASE_S
@@ -123,3 +128,20 @@ def test_the_calls_about_an_aborted_request_are_shown(case_runner: CaseRunner) -
     assert hooks.index("update_state_after_alloc") < hooks.index("request_finished_all_groups")
     [early] = [call for call in of_d if f"finished_recving: {{'{aborted[0]}'}}" in call.answer]
     assert early.hook == "get_transfer_results"
+
+
+@pytest.mark.parametrize(
+    ("owners", "engine", "since"),
+    [((36, 200), 0, True), ((36, 3), 0, False), ((36, 200), 1, False), ((), 0, False)],
+    ids=["later requests", "an earlier one", "D's own words", "nothing wrong"],
+)
+def test_words_of_later_requests_of_p_were_written_since(
+    owners: tuple[int, ...], engine: int, since: bool
+) -> None:
+    """The request has the number 5; numbers are given in the order of time."""
+    runs = np.zeros(len(owners), dtype=[("kind", "u1"), ("found", COORDINATES), ("expected", COORDINATES)])
+    runs["kind"], runs["found"]["owner"], runs["found"]["engine"] = SAME + 1, owners, engine
+    runs["expected"]["owner"] = 5
+    check = SimpleNamespace(pool=SimpleNamespace(wrong=len(owners), runs=runs))
+    ended: Any = SimpleNamespace(checks=(check,))
+    assert was_overwritten(ended) is since

@@ -207,7 +207,7 @@ WRONG = [
 def test_a_mistake_is_caught_by_the_case_about_it(
     run_cases: Callable[..., Reported], wrong: Wrong, pytestconfig: pytest.Config
 ) -> None:
-    """With --nightly, modules without such a case run, too."""
+    """At night, and where the file is named, modules without such a case run, too."""
     reported = run_cases(
         wrong.connector,
         wrong.topology,

@@ -13,7 +13,7 @@ import pytest
 
 from pytest_kvconform import cli
 from pytest_kvconform.apply_declaration import apply_declaration
-from pytest_kvconform.report import consistency, document
+from pytest_kvconform.report import consistency, document, older
 from pytest_kvconform.report.digest import digest
 from pytest_kvconform.result import CaseResult, Cell, Finding, Outcome
 from pytest_kvconform.settings import Settings
@@ -296,3 +296,21 @@ def test_a_feature_that_the_suite_does_not_know(of_result, kv, capsys):
     capsys.readouterr()
     assert cli.main(["verify", str(path)]) == 2
     assert capsys.readouterr().err.endswith("report.json: the suite has no feature 'telepathy'\n")
+
+
+@pytest.mark.parametrize(
+    ("reason", "depends_on"),
+    [
+        ("depends on kv::a/b::c[llama-P1D1-n1]: it died", "kv::a/b::c[llama-P1D1-n1]"),
+        ("depends on kv::a/b::c: it died", "kv::a/b::c"),
+        ("depends on KV-TURN-002: nothing came", "KV-TURN-002"),
+        ("mla is declared unsupported (why), and the case depends on kv::a/b::c[x]", "kv::a/b::c[x]"),
+        ("an engine of llama-P1D1 failed before: it died", "llama-P1D1"),
+        ("no GPU here", ""),
+    ],
+)
+def test_what_an_earlier_suite_wrote_into_the_reason_alone_is_read(reason: str, depends_on: str) -> None:
+    blocked = CaseResult(id="kv::a/b::d", rule="KV-A-001", outcome=Outcome.BLOCKED, reason=reason)
+    assert older.with_fields(blocked).depends_on == depends_on
+    passed = msgspec.structs.replace(blocked, outcome=Outcome.PASS)
+    assert older.with_fields(passed) == passed

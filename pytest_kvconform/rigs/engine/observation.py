@@ -78,10 +78,11 @@ class Observation:
     def declined(self) -> bool:
         """Whether the connector refused requests cleanly.
 
-        No engine has failed, no request is stuck, and no row in D's cache is wrong.
+        No engine has failed, no request is stuck, and in D's cache no row, no state and no block of others is
+        wrong.
         """
-        clean = not (self.failed or self.stuck) and not any(r.rows and r.rows.wrong for r in self.requests)
-        return clean and self.refused
+        wrong = any((r.rows and r.rows.wrong) or r.state_wrong or r.changed_blocks for r in self.requests)
+        return self.refused and not (self.failed or self.stuck or wrong)
 
 
 def logprob_distance(a: Generated, b: Generated) -> float:
