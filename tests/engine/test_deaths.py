@@ -25,6 +25,9 @@ FACTS = SubjectFacts(
     name="C", module="m", file="", supports_hma=True, vllm="0.32.0", device="cpu", kernels="_C"
 )
 
+# An engine that keeps nothing and has no processes.
+IDLE: Any = SimpleNamespace(kept=None, process=SimpleNamespace(watched=()))
+
 
 def test_fresh_engines_run_the_cases_after_a_death(run_cases: Callable[..., CellRun]) -> None:
     run = run_cases("RaisesInShortLoad", "llama", variants="n1 n63 n200 two_at_once")
@@ -55,7 +58,7 @@ def test_hangs_in_three_cells_and_not_deaths_keep_other_cells_from_being_tried(
     bench = EngineBench(RunContext("", resolve(settings), settings, FACTS, lambda sentence: None))
     facts: Any = None
     failed = Observation(INTRODUCTION, facts, facts, failed=EngineFailed("D", how, f"D {how}"))
-    monkeypatch.setattr(bench, "engines", lambda cell, longer: (SimpleNamespace(kept=None),) * 2)
+    monkeypatch.setattr(bench, "engines", lambda cell, longer: (IDLE, IDLE))
     monkeypatch.setattr(bench, "_observe", lambda *scenario: failed)
     monkeypatch.setattr(bench.control, "excuse", lambda *scenario: "")
     cells = [Cell(family, "P1D1") for family in ("llama", "gemma3", "gpt_oss", "deepseek_v3")]
@@ -98,7 +101,7 @@ def test_two_errors_of_the_suite_without_the_connector_end_a_cell(
 
     def engines(cell: Cell, longer: int) -> Any:
         started.append(cell)
-        return (SimpleNamespace(kept=None),) * 2
+        return IDLE, IDLE
 
     def excuse(*scenario: Any) -> str:
         raise KeyError("engine_id")
