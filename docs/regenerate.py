@@ -57,7 +57,17 @@ RUNS = (*FAILURES, "passes", "fails")  # the parts that a run prints
 # Rooms of pytest_kvconform/rigs in the order of the import arrows, then the modules that join them.
 ROOMS = ("processes", "vllm_setup", "engine", "bytes", "peers", "scheduler", "canary", "serving", "nodes")
 JOINING = (
-    *("context", "scenario", "hook_calls", "missing", "launch", "second_zygote", "services", "probe_subject"),
+    *(
+        "context",
+        "scenario",
+        "tap",
+        "hook_calls",
+        "missing",
+        "launch",
+        "second_zygote",
+        "services",
+        "probe_subject",
+    ),
     "bench",
 )
 KINDS = {

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -17,6 +18,7 @@ from msgspec.structs import replace
 
 from pytest_kvconform.case_outcome import MOST_CALLS
 from pytest_kvconform.result import HookCall, message_of, utf8
+from pytest_kvconform.rigs.tap import around, unwrap
 from pytest_kvconform.rigs.vllm_setup.hooks import BOTH, HOOKS, WORKER
 
 NEAR = 12  # a call like one of so many last records is counted there
@@ -83,47 +85,34 @@ class LastCalls:
         return taken
 
     def watch(self, connector: Any, half: str) -> None:
-        """Note the calls of the hooks of one half from now on, until its shutdown.
-
-        The hooks are wrapped on the object: its class stays as it is.
-        """
-        wrapped: dict[str, Any] = {}
+        """Note the calls of the hooks of one half from now on. Its shutdown unwraps all hooks."""
         for hook in HOOKS:
             if hook.in_stacks and hook.half in (half, BOTH):
-                method = getattr(connector, hook.name, None)
-                if method is not None:
-                    wrapped[hook.name] = self._noting(hook.name, method)
-                    setattr(connector, hook.name, wrapped[hook.name])
-        shutdown = wrapped["shutdown"]
+                around(connector, hook.name, partial(self._call, hook.name))
+        around(connector, "shutdown", partial(_shut_down, connector))
 
-        def shutdown_and_unwrap() -> None:
-            try:
-                shutdown()
-            finally:  # the wrappers hold the connector, whose end may be that of its threads and ports
-                for name, one in wrapped.items():
-                    if vars(connector).get(name) is one:
-                        delattr(connector, name)
+    def _call(self, name: str, hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._depth:  # a hook of the base class may call another one: the outermost is vLLM's call
+            return hook(*args, **kwargs)
+        began, answer = time.time(), ""
+        self._depth += 1
+        try:
+            result = hook(*args, **kwargs)
+            answer = short(result)
+            return result
+        except BaseException as error:
+            answer = raised(error)
+            raise
+        finally:
+            self._depth -= 1
+            self.note(began, name, args, answer)
 
-        connector.shutdown = wrapped["shutdown"] = shutdown_and_unwrap
 
-    def _noting(self, hook: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if self._depth:  # a hook of the base class may call another one: the outermost is vLLM's call
-                return method(*args, **kwargs)
-            began, answer = time.time(), ""
-            self._depth += 1
-            try:
-                result = method(*args, **kwargs)
-                answer = short(result)
-                return result
-            except BaseException as error:
-                answer = raised(error)
-                raise
-            finally:
-                self._depth -= 1
-                self.note(began, hook, args, answer)
-
-        return call
+def _shut_down(connector: Any, hook: Callable[[], None]) -> None:
+    try:
+        hook()
+    finally:
+        unwrap(connector)
 
 
 def watch_rank(worker: Any, side: str, most: int) -> None:
@@ -227,11 +216,10 @@ def watch_local_hits(connector: Any) -> dict[str, int]:
     request that was preempted may load again.
     """
     hits: dict[str, int] = {}
-    matched = connector.get_num_new_matched_tokens
 
-    def get_num_new_matched_tokens(request: Any, num_computed_tokens: int) -> Any:
+    def note(hook: Callable[..., Any], request: Any, num_computed_tokens: int) -> Any:
         hits[request.request_id] = num_computed_tokens
-        return matched(request, num_computed_tokens)
+        return hook(request, num_computed_tokens)
 
-    connector.get_num_new_matched_tokens = get_num_new_matched_tokens
+    around(connector, "get_num_new_matched_tokens", note)
     return hits

@@ -28,6 +28,7 @@ from pytest_kvconform.rigs.bytes.specs import geometry_of
 from pytest_kvconform.rigs.engine import process as engine_process
 from pytest_kvconform.rigs.engine.messages import Leftovers, Request, Step
 from pytest_kvconform.rigs.engine.process import positions_of
+from pytest_kvconform.rigs.tap import around
 from pytest_kvconform.rigs.vllm_setup.compat import watch_unpinned
 from pytest_kvconform.rigs.vllm_setup.engine_config import geometry_config
 from pytest_kvconform.rigs.vllm_setup.overrides import keep_configured_limits
@@ -193,16 +194,14 @@ class ByteEngineProcess(engine_process.EngineProcess):
 
     def _watch_connector(self) -> None:
         super()._watch_connector()
-        connector = self.scheduler.connector
-        allocated = connector.update_state_after_alloc
 
-        def update_state_after_alloc(request: Any, blocks: Any, num_external_tokens: int) -> None:
+        def note_load(hook: Any, request: Any, blocks: Any, num_external_tokens: int) -> None:
             if num_external_tokens and request.request_id in self.requests:
                 local = self.local_hits[request.request_id]
                 self.loading[request.request_id] = local, self._note_blocks(request.request_id, local)
-            allocated(request, blocks, num_external_tokens)
+            hook(request, blocks, num_external_tokens)
 
-        connector.update_state_after_alloc = update_state_after_alloc
+        around(self.scheduler.connector, "update_state_after_alloc", note_load)
 
     def _note_blocks(self, request_id: str, local: int = 0) -> set[int]:
         """Note which groups a request's blocks belong to.

@@ -9,9 +9,12 @@ backend decides where a token's words lie in memory (vLLM: v1/attention/backends
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
+
+from pytest_kvconform.rigs.tap import around
 
 # Every byte of an unowned block. As a number it is large and finite in each
 # float format (bf16 and fp32: 1.3e7).
@@ -186,12 +189,15 @@ def read_states_after_loads(worker: Any, slots: dict[str, dict[str, int]]) -> No
     """
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    group: Any = get_kv_transfer_group()
-    hook = group.start_load_kv
+    if not hasattr(worker, "kvconform_slots"):
+        around(get_kv_transfer_group(), "start_load_kv", partial(_read_states, worker))
+    worker.kvconform_slots = slots
 
-    def start_load_kv(*args: Any, **kwargs: Any) -> None:
-        group.start_load_kv = hook
-        hook(*args, **kwargs)
+
+def _read_states(worker: Any, hook: Any, *args: Any, **kwargs: Any) -> None:
+    hook(*args, **kwargs)
+    slots, worker.kvconform_slots = worker.kvconform_slots, {}
+    if slots:
         worker.kvconform_states = {
             request: {
                 name: tuple(part.copy() for part in read_state(worker, name, slot))
@@ -199,8 +205,6 @@ def read_states_after_loads(worker: Any, slots: dict[str, dict[str, int]]) -> No
             }
             for request, of_request in slots.items()
         }
-
-    group.start_load_kv = start_load_kv
 
 
 def take_states(worker: Any) -> dict[str, dict[str, tuple[np.ndarray, ...]]]:

@@ -18,6 +18,7 @@ from pytest_kvconform.rigs.engine import kv_access
 from pytest_kvconform.rigs.engine.messages import EngineSpec, Request, Snapshot
 from pytest_kvconform.rigs.engine.process import EngineProcess, positions_of
 from pytest_kvconform.rigs.engine.process import serve as serve_engine
+from pytest_kvconform.rigs.tap import around
 from pytest_kvconform.rigs.vllm_setup.compat import hook_of_ends, without_requests
 from pytest_kvconform.rigs.vllm_setup.engine_config import engine_config
 from pytest_kvconform.rigs.vllm_setup.overrides import arguments_on_cpu, keep_configured_limits
@@ -110,9 +111,11 @@ class ModelEngineProcess(EngineProcess):
         self._hide_oracle("request_finished", lambda r, block_ids: (False, None))
         self._hide_oracle("request_finished_all_groups", lambda r, block_ids: (False, None))
         self._hide_oracle("on_new_request", lambda r: None)
-        connector = self.scheduler.connector
-        build = connector.build_connector_meta
-        connector.build_connector_meta = lambda output: build(without_requests(output, self.oracles))
+        around(
+            self.scheduler.connector,
+            "build_connector_meta",
+            lambda hook, output: hook(without_requests(output, self.oracles)),
+        )
 
     def _oracle_tokens(self, request: Any, computed: int) -> tuple[int, bool]:
         """How many tokens after `computed` ones the oracle brings: at most all but the last."""
@@ -122,14 +125,11 @@ class ModelEngineProcess(EngineProcess):
 
     def _hide_oracle(self, name: str, answer: Callable[..., Any]) -> None:
         """Let a hook of the connector answer for requests of the oracle what `answer` returns."""
-        connector = self.scheduler.connector
-        hook: Any = getattr(connector, name, None)
 
-        def hidden(request: Any, *args: Any) -> Any:
+        def hidden(hook: Any, request: Any, *args: Any) -> Any:
             return (answer if request.request_id in self.oracles else hook)(request, *args)
 
-        if hook is not None:
-            setattr(connector, name, hidden)
+        around(self.scheduler.connector, name, hidden)
 
     def _watch_steps(self) -> None:
         executor = self.core.model_executor
@@ -307,7 +307,5 @@ def hide_end(worker: Any, request_id: str) -> None:
     connector: Any = get_kv_transfer_group()
     if (hidden := vars(connector).get(HIDDEN)) is None:
         hidden = vars(connector)[HIDDEN] = set()
-        name = hook_of_ends(connector)
-        hook = getattr(connector, name)
-        setattr(connector, name, lambda ended: hook(ended - hidden))
+        around(connector, hook_of_ends(connector), lambda hook, ended: hook(ended - hidden))
     hidden.add(request_id)

@@ -32,8 +32,9 @@ from pytest_kvconform.rigs.engine.messages import (
 )
 from pytest_kvconform.rigs.hook_calls import LastCalls, take_all, watch_local_hits, watch_rank
 from pytest_kvconform.rigs.processes.stacks import stack_of
+from pytest_kvconform.rigs.tap import around
 from pytest_kvconform.rigs.vllm_setup.answers import params_at_router
-from pytest_kvconform.rigs.vllm_setup.hooks import SCHEDULER
+from pytest_kvconform.rigs.vllm_setup.hooks import FINISHED, SCHEDULER
 from pytest_kvconform.rigs.vllm_setup.kv_cache_specs import window_of
 from pytest_kvconform.rigs.vllm_setup.overrides import release_cores
 
@@ -293,23 +294,27 @@ class EngineProcess:
         LastCalls(self.spec.role, most=self.most_calls).watch(connector, SCHEDULER)
         self._workers(watch_rank, self.spec.role, self.most_calls)
         self.local_hits = watch_local_hits(connector)
-        matched, allocated = connector.get_num_new_matched_tokens, connector.update_state_after_alloc
+        around(connector, "get_num_new_matched_tokens", self._matched)
+        around(connector, "update_state_after_alloc", self._allocated)
+        for name in FINISHED:
+            around(connector, name, self._finished)
 
-        def get_num_new_matched_tokens(request: Any, num_computed_tokens: int) -> Any:
-            answer = matched(request, num_computed_tokens)
-            if (trace := self.traces.get(request.request_id)) is not None:
-                trace.asynchronous = bool(answer[1])
-            return answer
+    def _matched(self, hook: Any, request: Any, num_computed_tokens: int) -> Any:
+        answer = hook(request, num_computed_tokens)
+        if (trace := self.traces.get(request.request_id)) is not None:
+            trace.asynchronous = bool(answer[1])
+        return answer
 
-        def update_state_after_alloc(request: Any, blocks: Any, num_external_tokens: int) -> None:
-            self._note_allocation(request, num_external_tokens)
-            allocated(request, blocks, num_external_tokens)
+    def _allocated(self, hook: Any, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        self._note_allocation(request, num_external_tokens)
+        hook(request, blocks, num_external_tokens)
 
-        connector.get_num_new_matched_tokens = get_num_new_matched_tokens
-        connector.update_state_after_alloc = update_state_after_alloc
-        for name in ("request_finished", "request_finished_all_groups"):
-            if (finished := getattr(connector, name, None)) is not None:
-                setattr(connector, name, self._watched_end(finished))
+    def _finished(self, hook: Any, request: Any, block_ids: Any) -> Any:
+        answer = hook(request, block_ids)
+        if (trace := self.traces.get(request.request_id)) is not None:
+            trace.delayed_free, trace.handed_over = bool(answer[0]), bool(answer[1])
+            trace.status = request.status.name
+        return answer
 
     def _note_allocation(self, request: Any, num_external_tokens: int) -> None:
         """Note how many tokens of a request are loaded, and how many the engine's own prefix cache had."""
@@ -317,16 +322,6 @@ class EngineProcess:
         if trace is not None and num_external_tokens:
             trace.external_tokens = num_external_tokens
             trace.local_tokens = self.local_hits[request.request_id]
-
-    def _watched_end(self, finished: Any) -> Any:
-        def request_finished(request: Any, block_ids: Any) -> Any:
-            answer = finished(request, block_ids)
-            if (trace := self.traces.get(request.request_id)) is not None:
-                trace.delayed_free, trace.handed_over = bool(answer[0]), bool(answer[1])
-                trace.status = request.status.name
-            return answer
-
-        return request_finished
 
     def _note_computed(self, trace: Trace, prompt: int, position: int, scheduled: int) -> bool:
         """Note which tokens of a prompt a step is about to compute. Returns whether they are its first."""

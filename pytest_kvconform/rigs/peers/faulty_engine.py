@@ -18,6 +18,7 @@ from pytest_kvconform.rigs.engine.messages import Step
 from pytest_kvconform.rigs.peers import faulty_nixl, rank_faults
 from pytest_kvconform.rigs.peers.messages import FaultReport, Reading
 from pytest_kvconform.rigs.scenario import Faults, faults_where_p_writes
+from pytest_kvconform.rigs.tap import around
 
 Ends = tuple[set[str], set[str]]  # requests whose sends and whose loads have ended
 
@@ -89,15 +90,13 @@ class FaultyEngineProcess(ByteEngineProcess):
 
     def _watch_connector(self) -> None:
         super()._watch_connector()
-        connector = self.scheduler.connector
-        update = connector.update_connector_output
 
-        def update_connector_output(output: Any) -> None:
+        def note_reading(hook: Any, output: Any) -> None:
             told = _ended(output)
-            update(output)
+            hook(output)
             self._note_reading(told, _ended(output), set(output.failed_recving or ()))
 
-        connector.update_connector_output = update_connector_output
+        around(self.scheduler.connector, "update_connector_output", note_reading)
 
     def _note_reading(self, told: Ends, read: Ends, failed: set[str]) -> None:
         """Note what the scheduler reads in a report. `told`: before update_connector_output. For loads that

@@ -18,6 +18,7 @@ from pytest_kvconform.rigs.peers.faulty_engine import FaultyEngineProcess
 from pytest_kvconform.rigs.peers.messages import COMPUTED, FAILED, KNOWN, REPORTED, RankObservation
 from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.scenario import Faults
+from pytest_kvconform.rigs.tap import around
 from pytest_kvconform.rigs.vllm_setup.compat import defer_reports_of_failed_step
 from pytest_kvconform.rigs.vllm_setup.overrides import keep_heap_collectable
 
@@ -247,22 +248,20 @@ class PeerEngineProcess(FaultyEngineProcess):
 
     def _watch_connector(self) -> None:
         super()._watch_connector()
-        connector = self.scheduler.connector
-        matched, allocated = connector.get_num_new_matched_tokens, connector.update_state_after_alloc
 
-        def update_state_after_alloc(request: Any, blocks: Any, num_external_tokens: int) -> None:
+        def set_faults(hook: Any, request: Any, blocks: Any, num_external_tokens: int) -> None:
             if num_external_tokens and self.faults_of_next_load:
                 trace = self.traces.get(request.request_id)
                 # no step could end while a load within it is held
                 if (trace and trace.asynchronous) or not any(one.hold for one in self.faults_of_next_load):
                     self.set_faults(self.faults_of_next_load)
-            allocated(request, blocks, num_external_tokens)
+            hook(request, blocks, num_external_tokens)
 
-        def get_num_new_matched_tokens(request: Any, num_computed_tokens: int) -> Any:
+        def keep_in_queue(hook: Any, request: Any, num_computed_tokens: int) -> Any:
             if request.request_id in self.kept_in_queue:
                 return None, False
-            answer = matched(request, num_computed_tokens)
+            answer = hook(request, num_computed_tokens)
             return (None, False) if request.request_id in self.asked_only else answer
 
-        connector.get_num_new_matched_tokens = get_num_new_matched_tokens
-        connector.update_state_after_alloc = update_state_after_alloc
+        around(self.scheduler.connector, "get_num_new_matched_tokens", keep_in_queue)
+        around(self.scheduler.connector, "update_state_after_alloc", set_faults)

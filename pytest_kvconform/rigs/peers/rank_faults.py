@@ -18,6 +18,7 @@ from msgspec.structs import replace
 from pytest_kvconform.rigs.peers import faulty_nixl
 from pytest_kvconform.rigs.peers.messages import FaultReport, LoadReport
 from pytest_kvconform.rigs.scenario import NEVER, Faults
+from pytest_kvconform.rigs.tap import around
 
 HOOK = "kvconform_fault"
 ALL = -1  # every transfer
@@ -110,17 +111,15 @@ def fault_report(worker: Any) -> FaultReport:
 
 def watch_loads(worker: Any) -> None:
     """Note from now on how far the transfers are when a load is reported as finished."""
-    connector = _connector()
-    results = connector.get_transfer_results
 
-    def get_transfer_results(finished_req_ids: set[str]) -> Any:
+    def note(hook: Any, finished_req_ids: set[str]) -> Any:
         if any(one.hold for one in _asked):
             time.sleep(LATE_STEP_S)
-        found = results(finished_req_ids)
+        found = hook(finished_req_ids)
         note_loads(worker, sorted(set(found.finished_recving or ()) - set(found.failed_recving or ())))
         return found
 
-    connector.get_transfer_results = get_transfer_results
+    around(_connector(), "get_transfer_results", note)
 
 
 def note_loads(worker: Any, requests: Iterable[str]) -> None:

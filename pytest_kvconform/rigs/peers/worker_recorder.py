@@ -16,6 +16,7 @@ import numpy as np
 from pytest_kvconform.result import repr_of
 from pytest_kvconform.rigs.peers.messages import RankObservation, RankReport
 from pytest_kvconform.rigs.processes.cores import core_waits, lost, own_core_wait
+from pytest_kvconform.rigs.tap import around
 
 Names = tuple[str, ...]
 
@@ -36,56 +37,41 @@ class WorkerRecorder:
             "get_transfer_results",
             "get_block_ids_with_load_errors",
         ):
-            setattr(connector, name, getattr(self, f"_{name}")(getattr(connector, name)))
+            around(connector, name, getattr(self, f"_{name}"))
 
-    def _bind_connector_metadata(self, hook: Any) -> Any:
-        def bind_connector_metadata(metadata: Any) -> None:
-            self.steps, self.computing = self.steps + 1, False
-            hook(metadata)
+    def _bind_connector_metadata(self, hook: Any, metadata: Any) -> None:
+        self.steps, self.computing = self.steps + 1, False
+        hook(metadata)
 
-        return bind_connector_metadata
+    def _wait_for_layer_load(self, hook: Any, layer_name: str) -> None:
+        self.computing = True
+        hook(layer_name)
 
-    def _wait_for_layer_load(self, hook: Any) -> Any:
-        def wait_for_layer_load(layer_name: str) -> None:
-            self.computing = True
-            hook(layer_name)
+    def _start_load_kv(self, hook: Any, *args: Any, **kwargs: Any) -> None:
+        before, started, waited = _waits_of_others(), time.monotonic(), own_core_wait()
+        try:
+            hook(*args, **kwargs)
+        finally:
+            took = time.monotonic() - started - (own_core_wait() - waited)
+            self.start_load_kv_calls.append((started, took, lost(before, _waits_of_others())))
 
-        return wait_for_layer_load
+    def _get_transfer_results(self, hook: Any, finished_req_ids: set[str]) -> Any:
+        results = hook(finished_req_ids)
+        self.results = (
+            _sorted(results.finished_sending),
+            _sorted(results.finished_recving),
+            _sorted(results.failed_recving),
+        )
+        return results
 
-    def _start_load_kv(self, hook: Any) -> Any:
-        def start_load_kv(*args: Any, **kwargs: Any) -> None:
-            before, started, waited = _waits_of_others(), time.monotonic(), own_core_wait()
-            try:
-                hook(*args, **kwargs)
-            finally:
-                took = time.monotonic() - started - (own_core_wait() - waited)
-                self.start_load_kv_calls.append((started, took, lost(before, _waits_of_others())))
-
-        return start_load_kv
-
-    def _get_transfer_results(self, hook: Any) -> Any:
-        def get_transfer_results(finished_req_ids: set[str]) -> Any:
-            results = hook(finished_req_ids)
-            self.results = (
-                _sorted(results.finished_sending),
-                _sorted(results.finished_recving),
-                _sorted(results.failed_recving),
-            )
-            return results
-
-        return get_transfer_results
-
-    def _get_block_ids_with_load_errors(self, hook: Any) -> Any:
-        def get_block_ids_with_load_errors() -> set[int]:
-            blocks = hook()
-            idle = not self.computing
-            self.load_error_polls, self.idle_steps = self.load_error_polls + 1, self.idle_steps + idle
-            if any(self.results) or blocks:
-                self.reports.append(RankReport(self.steps, *self.results, tuple(sorted(blocks or ())), idle))
-            self.results = ((), (), ())
-            return blocks
-
-        return get_block_ids_with_load_errors
+    def _get_block_ids_with_load_errors(self, hook: Any) -> set[int]:
+        blocks: set[int] = hook()
+        idle = not self.computing
+        self.load_error_polls, self.idle_steps = self.load_error_polls + 1, self.idle_steps + idle
+        if any(self.results) or blocks:
+            self.reports.append(RankReport(self.steps, *self.results, tuple(sorted(blocks or ())), idle))
+        self.results = ((), (), ())
+        return blocks
 
     def observation(self) -> RankObservation:
         calls = np.array(self.start_load_kv_calls, dtype=np.float64).reshape(-1, 3)

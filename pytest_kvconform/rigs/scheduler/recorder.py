@@ -1,12 +1,12 @@
 """Record every call of a connector's scheduler half and its answer, and check what holds for every answer.
 
-The recorder wraps hooks on the object: the class, and with it `isinstance(connector, SupportsHMA)`, stays the
-same. An exception of a hook becomes `HookRaised`. An answer that vLLM could not use becomes a `Violation`,
+An exception of a hook becomes `HookRaised`. An answer that vLLM could not use becomes a `Violation`,
 before vLLM's own assertion ends the engine.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import pickle
 import time
@@ -18,6 +18,7 @@ from pytest_kvconform.result import Finding, Violation, first_line, message_of, 
 from pytest_kvconform.rigs.hook_calls import LastCalls, raised, short
 from pytest_kvconform.rigs.processes.cores import Deadline, own_core_wait
 from pytest_kvconform.rigs.scheduler.violations import HookRaised
+from pytest_kvconform.rigs.tap import around
 from pytest_kvconform.rigs.vllm_setup.answers import kept, params_after_the_way, unpacked, why_no_truth
 from pytest_kvconform.rigs.vllm_setup.hooks import FINISHED, RECORDED
 
@@ -61,8 +62,7 @@ class Recorder:
     def wrap_hooks(self, connector: Any) -> Any:
         """Wrap every hook that the object has. Returns the object."""
         for hook in RECORDED:
-            if (method := getattr(connector, hook, None)) is not None:
-                setattr(connector, hook, self._wrap(hook, method))
+            around(connector, hook, functools.partial(self._record, hook))
         return connector
 
     def call(self, hook: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -92,41 +92,38 @@ class Recorder:
         )
         return next(answers, "")
 
-    def _wrap(self, hook: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if self.depth:
-                return method(*args, **kwargs)
+    def _record(self, hook: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self.depth:
+            return method(*args, **kwargs)
+        given = _arguments(hook, args, kwargs)
+        before = _content(args[0]) if hook == "build_connector_meta" else None
+        self.depth += 1
+        started = time.perf_counter() - own_core_wait()
+        try:
+            result = self.call(hook, method, *args, **kwargs)
+        finally:
+            self.depth -= 1
+        if hook == "get_num_new_matched_tokens" or hook in FINISHED:
+            result = unpacked(result)
+        seconds = time.perf_counter() - own_core_wait() - started
+        if hook == "update_connector_output":  # vLLM reads what the hook has made of the report
             given = _arguments(hook, args, kwargs)
-            before = _content(args[0]) if hook == "build_connector_meta" else None
-            self.depth += 1
-            started = time.perf_counter() - own_core_wait()
-            try:
-                result = self.call(hook, method, *args, **kwargs)
-            finally:
-                self.depth -= 1
-            if hook == "get_num_new_matched_tokens" or hook in FINISHED:
-                result = unpacked(result)
-            seconds = time.perf_counter() - own_core_wait() - started
-            if hook == "update_connector_output":  # vLLM reads what the hook has made of the report
-                given = _arguments(hook, args, kwargs)
-            request = args[0].request_id if args and hasattr(args[0], "request_id") else ""
-            if hook == "update_state_after_alloc" or hook in FINISHED:
-                self.unsure.pop(request, None)
-            elif hook == "update_connector_output" and given["finished_recving"]:
-                # The connector may have waited for the end of another load: the time begins anew.
-                now = Deadline(math.inf)
-                self.unsure = {id: Unsure(now, 0, before.step) for id, before in self.unsure.items()}
-            self.calls.append(Call(hook, request, self.step, given, _kept(result), seconds))
-            if hook == "get_num_new_matched_tokens":
-                self._note_match(request, result)
-                check_match(args[0], args[1] if len(args) > 1 else kwargs["num_computed_tokens"], result)
-            elif hook == "build_connector_meta":
-                check_metadata(result, before, _content(args[0]))
-            elif hook in FINISHED:
-                check_finished(hook, args[0], result)
-            return result
-
-        return call
+        request = args[0].request_id if args and hasattr(args[0], "request_id") else ""
+        if hook == "update_state_after_alloc" or hook in FINISHED:
+            self.unsure.pop(request, None)
+        elif hook == "update_connector_output" and given["finished_recving"]:
+            # The connector may have waited for the end of another load: the time begins anew.
+            now = Deadline(math.inf)
+            self.unsure = {id: Unsure(now, 0, before.step) for id, before in self.unsure.items()}
+        self.calls.append(Call(hook, request, self.step, given, _kept(result), seconds))
+        if hook == "get_num_new_matched_tokens":
+            self._note_match(request, result)
+            check_match(args[0], args[1] if len(args) > 1 else kwargs["num_computed_tokens"], result)
+        elif hook == "build_connector_meta":
+            check_metadata(result, before, _content(args[0]))
+        elif hook in FINISHED:
+            check_finished(hook, args[0], result)
+        return result
 
     def _note_match(self, request: str, answer: Any) -> None:
         """Note an answer of get_num_new_matched_tokens in `unsure`."""

@@ -14,6 +14,7 @@ layers and the memory are those of the byte rig (bytes/worker.py). A hook that r
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import tempfile
 import time
@@ -30,6 +31,7 @@ from pytest_kvconform.rigs.processes.hangs import DEVICE
 from pytest_kvconform.rigs.processes.linux import listening_sockets, threads
 from pytest_kvconform.rigs.scheduler.recorder import Recorder
 from pytest_kvconform.rigs.scheduler.rig import Side
+from pytest_kvconform.rigs.tap import around
 from pytest_kvconform.rigs.vllm_setup.classes import has_hook
 from pytest_kvconform.rigs.vllm_setup.engine_config import adopt_kv_cache_config, kv_cache_configs
 from pytest_kvconform.rigs.vllm_setup.hooks import BOTH, WORKER, calls_of
@@ -132,9 +134,7 @@ class WorkerHalf:
         Those in which the thread waits for a core do not count.
         """
         for name in filter(has_hook, calls_of(WORKER, BOTH)):
-            setattr(
-                self.connector, name, _timed(getattr(self.connector, name), durations.setdefault(name, []))
-            )
+            around(self.connector, name, functools.partial(_timed, durations.setdefault(name, [])))
 
     def allocate_kv_caches(self) -> dict[str, torch.Tensor]:
         """KV memory of every layer: views of one allocation, in the connector's memory pool if it has one."""
@@ -234,12 +234,9 @@ class WorkerHalf:
         self.active = self.connector = None
 
 
-def _timed(hook: Any, durations: list[float]) -> Any:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        started, waited = time.perf_counter(), own_core_wait()
-        try:
-            return hook(*args, **kwargs)
-        finally:
-            durations.append(time.perf_counter() - started - (own_core_wait() - waited))
-
-    return call
+def _timed(durations: list[float], hook: Any, *args: Any, **kwargs: Any) -> Any:
+    started, waited = time.perf_counter(), own_core_wait()
+    try:
+        return hook(*args, **kwargs)
+    finally:
+        durations.append(time.perf_counter() - started - (own_core_wait() - waited))

@@ -31,6 +31,7 @@ from pytest_kvconform.rigs.scheduler.live.reports import Reports
 from pytest_kvconform.rigs.scheduler.live.sizes import sizes_of, sizes_of_process
 from pytest_kvconform.rigs.scheduler.rig import BLOCK, Rig
 from pytest_kvconform.rigs.scheduler.worker_half import WorkerHalf
+from pytest_kvconform.rigs.tap import around
 from pytest_kvconform.rigs.vllm_setup.compat import defers_finalize, post_forward, pre_forward
 from pytest_kvconform.rigs.vllm_setup.kv_cache_specs import window_of
 
@@ -234,16 +235,16 @@ class LiveEngine:
 
     def _watch_loads(self) -> None:
         connector = self.side.connector
-        self._local_hits, allocated = watch_local_hits(connector), connector.update_state_after_alloc
+        self._local_hits = watch_local_hits(connector)
+        self._due: dict[str, tuple[int, int]] = {}
 
-        def update_state_after_alloc(request: Any, blocks: Any, num_external_tokens: int) -> None:
+        def note_load(hook: Any, request: Any, blocks: Any, num_external_tokens: int) -> None:
             if num_external_tokens:
                 span = (local := self._local_hits[request.request_id]), local + num_external_tokens
                 self.loads[request.request_id] = self._due[request.request_id] = span
-            allocated(request, blocks, num_external_tokens)
+            hook(request, blocks, num_external_tokens)
 
-        self._due: dict[str, tuple[int, int]] = {}
-        connector.update_state_after_alloc = update_state_after_alloc
+        around(connector, "update_state_after_alloc", note_load)
 
     def _work(self, output: Any) -> Any:
         """One step of the worker: vLLM's order of the hooks around the words. Returns KVConnectorOutput."""
