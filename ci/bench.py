@@ -81,8 +81,6 @@ def cell(topology: str) -> float:
     """Measure the seconds from a running zygote to the end of the first hand-over of a cell."""
     from pytest_kvconform.result import Cell
     from pytest_kvconform.rigs import bench
-    from pytest_kvconform.rigs.context import Deadlines
-    from pytest_kvconform.rigs.engine.handover import SUBJECT, _run
     from pytest_kvconform.rigs.scenario import Prompt, Scenario, tokens
     from pytest_kvconform.settings import Settings
     from pytest_kvconform.subject import Subject
@@ -97,12 +95,9 @@ def cell(topology: str) -> float:
         table = bench.Bench(zygote.address, subject, settings, facts, lambda sentence: None)
         table.use(Cell(FAMILY, topology))
         began = time.monotonic()
-        p, d = table.engine.engines(table.cell)
-        run = _run(
-            Scenario("first", (Prompt(tokens(100)),)), p, d, SUBJECT, Deadlines(60, 5, 20, 90), "first"
-        )
-        took = time.monotonic() - began
-        assert not run.stuck, run.stuck
+        found = table.engine.observe(table.cell, Scenario("first", (Prompt(tokens(100)),)))
+        took = time.monotonic() - began - found.seconds["oracle"]
+        assert not found.stuck, found.stuck
         table.close()
         return took
     finally:

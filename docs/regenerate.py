@@ -55,7 +55,18 @@ PAGES = {
 RUNS = (*FAILURES, "passes", "fails")  # the parts that a run prints
 
 # Rooms of pytest_kvconform/rigs in the order of the import arrows, then the modules that join them.
-ROOMS = ("processes", "vllm_setup", "engine", "bytes", "peers", "scheduler", "canary", "serving", "nodes")
+ROOMS = (
+    "processes",
+    "vllm_setup",
+    "engine",
+    "cluster",
+    "bytes",
+    "peers",
+    "scheduler",
+    "canary",
+    "serving",
+    "nodes",
+)
 JOINING = (
     *(
         "context",

@@ -24,6 +24,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -37,10 +38,11 @@ from pytest_kvconform.rigs.bytes.handle import ByteEngineHandle
 from pytest_kvconform.rigs.bytes.messages import PACKED, ByteEngineSpec, ByteRequest
 from pytest_kvconform.rigs.bytes.process import ByteEngineProcess
 from pytest_kvconform.rigs.bytes.specs import blocks_for
+from pytest_kvconform.rigs.cluster.loop import play
+from pytest_kvconform.rigs.cluster.release import until_released
 from pytest_kvconform.rigs.context import transfer_config
 from pytest_kvconform.rigs.engine import process as engine_process
 from pytest_kvconform.rigs.engine.messages import ON_D, ON_P, PREFILL
-from pytest_kvconform.rigs.engine.release import until_released
 from pytest_kvconform.rigs.processes.child import ChildProcess
 from pytest_kvconform.rigs.processes.ports import free_port
 from pytest_kvconform.rigs.scenario import tokens
@@ -270,7 +272,7 @@ def hand_over(
                     f"{engine.process.last_lines()[-1:]}"
                 )
         params = ends[0].kv_transfer_params
-    until_released(p, d, PATIENCE_S)
+    play(partial(until_released, seconds=PATIENCE_S), p, d)
     return d.call("transferred") if timed else (counted, counted)
 
 

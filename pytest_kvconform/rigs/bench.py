@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from pytest_kvconform.result import Blocked, Cell, HookCall
 from pytest_kvconform.rigs.bytes.bench import ByteBench
+from pytest_kvconform.rigs.cluster.bench import EngineBench
 from pytest_kvconform.rigs.context import RunContext, SubjectFacts
-from pytest_kvconform.rigs.engine.bench import EngineBench
 from pytest_kvconform.rigs.launch import Zygote, launch_zygote, start_zygote, wait_for_zygote
 from pytest_kvconform.rigs.nodes import Nodes
 from pytest_kvconform.rigs.peers.bench import PeerBench

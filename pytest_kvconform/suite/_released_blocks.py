@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pytest_kvconform.kv_config import turn_lease
 from pytest_kvconform.result import Blocked, Evidence, Finding, Violation
 from pytest_kvconform.rigs.bench import Bench
+from pytest_kvconform.rigs.cluster.release import Release
 from pytest_kvconform.rigs.engine.messages import Usage
-from pytest_kvconform.rigs.engine.release import Release
 
 SAVES = "the connector never reported the end of a save, so the scheduler keeps the blocks that are saved"
 NOT_NOTIFIED = (

@@ -13,8 +13,8 @@ import pytest
 from pytest_kvconform.result import Blocked, Cell
 from pytest_kvconform.rigs.bytes.bench import ByteBench
 from pytest_kvconform.rigs.bytes.handover import TransferObservation
+from pytest_kvconform.rigs.cluster.control import DEATHS
 from pytest_kvconform.rigs.context import RunContext, SubjectFacts
-from pytest_kvconform.rigs.engine.control import DEATHS
 from pytest_kvconform.rigs.engine.handle import EngineFailed
 from pytest_kvconform.rigs.scenario import Transfer
 from pytest_kvconform.settings import Settings

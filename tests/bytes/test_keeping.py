@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from pytest_kvconform.rigs.engine.release import is_full
+from pytest_kvconform.rigs.cluster.release import is_full
 from tests.helpers.case_runner import CellRun
 
 

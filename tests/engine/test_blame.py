@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from pytest_kvconform.rigs.cluster.control import shows_connector
 from pytest_kvconform.rigs.context import SubjectFacts
-from pytest_kvconform.rigs.engine.control import shows_connector
 from pytest_kvconform.rigs.processes.stacks import last_stacks, stack_of
 from pytest_kvconform.verdict import EXIT_CODES
 from tests.helpers.case_runner import CaseRunner

@@ -13,10 +13,10 @@ import pytest
 from model_matrix import ensure_checkpoint, load_families, speculative_config
 from model_matrix.families import Family, checkpoint_tensors
 from pytest_kvconform.result import HarnessError
+from pytest_kvconform.rigs.cluster.observation import Generated, RequestObservation
 from pytest_kvconform.rigs.engine.handle import ModelEngineHandle
 from pytest_kvconform.rigs.engine.kv_access import POISON
 from pytest_kvconform.rigs.engine.messages import EngineSpec, Request, Snapshot, Trace
-from pytest_kvconform.rigs.engine.observation import Generated, RequestObservation
 from pytest_kvconform.rigs.launch import wait_for_zygote
 from pytest_kvconform.rigs.scenario import tokens
 from pytest_kvconform.suite.engine._observations import require_drafts

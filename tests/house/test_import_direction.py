@@ -37,16 +37,17 @@ ROOMS = {
     "vllm_setup": "processes context scenario",
     "probe_subject": "processes context scenario launch vllm_setup",
     "engine": "processes context scenario tap hook_calls missing vllm_setup",
-    "bytes": "processes context scenario tap vllm_setup engine",
+    "cluster": "processes context scenario missing vllm_setup engine",
+    "bytes": "processes context scenario tap vllm_setup engine cluster",
     "canary": "processes context scenario vllm_setup engine",
-    "peers": "processes context scenario tap vllm_setup engine bytes",
-    "scheduler": "processes context scenario tap hook_calls missing vllm_setup engine bytes",
-    "serving": "processes context missing vllm_setup engine canary",
+    "peers": "processes context scenario tap vllm_setup engine cluster bytes",
+    "scheduler": "processes context scenario tap hook_calls missing vllm_setup engine cluster bytes",
+    "serving": "processes context missing vllm_setup engine cluster canary",
     "services": "processes launch",
     "second_zygote": "processes launch",
     "nodes": "processes launch",
-    "bench": "processes context scenario launch probe_subject vllm_setup engine bytes peers scheduler "
-    "serving nodes second_zygote",
+    "bench": "processes context scenario launch probe_subject vllm_setup engine cluster bytes peers "
+    "scheduler serving nodes second_zygote",
 }
 
 # part of the house -> what it must not import, with all that lies below the name
@@ -219,7 +220,7 @@ def test_the_arrows_between_rooms_have_no_circle() -> None:
         (f"{PLUGIN}/rigs/scheduler/bench.py", "from ..peers.bench import x", f"{RIGS}.peers.bench.x"),
         (f"{PLUGIN}/rigs/scheduler/bench.py", "from ..bench import Bench", f"{RIGS}.bench.Bench"),
         (
-            f"{PLUGIN}/rigs/engine/bench.py",
+            f"{PLUGIN}/rigs/cluster/bench.py",
             "from ..launch import start_zygote",
             f"{RIGS}.launch.start_zygote",
         ),

@@ -13,10 +13,10 @@ import pytest
 import ray
 
 from pytest_kvconform.result import Blocked, Cell, HarnessError
+from pytest_kvconform.rigs.cluster import bench
+from pytest_kvconform.rigs.cluster.pairs import EnginePairs
 from pytest_kvconform.rigs.context import RunContext, SubjectFacts
-from pytest_kvconform.rigs.engine import bench
 from pytest_kvconform.rigs.engine.handle import EngineFailed, EngineHandle, logged
-from pytest_kvconform.rigs.engine.pairs import EnginePairs
 from pytest_kvconform.rigs.nodes import Nodes, cluster, host, place
 from pytest_kvconform.rigs.nodes.place import NodePlace
 from pytest_kvconform.rigs.processes.child import ChildProcess, ForkRefused

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from pytest_kvconform.result import Blocked, NotApplicable, Violation
+from pytest_kvconform.rigs.cluster.engine import Call, Engine
 from pytest_kvconform.rigs.engine.handle import EngineFailed
 from pytest_kvconform.rigs.engine.messages import Trace
 from pytest_kvconform.rigs.peers import sleeping_peer
 from pytest_kvconform.rigs.peers.scenario_engines import DecodeResult, ScenarioObservation
-from pytest_kvconform.rigs.peers.stepping import Call, SteppedEngine
 from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.suite.protocol.peers import shutdown
 from tests.helpers.case_runner import CaseRunner
@@ -198,8 +198,8 @@ def test_d_is_shut_down_when_it_has_begun_its_load(
     [(False, "died", True), (True, "died", False), (True, "hung", True), (True, "raised", True)],
 )
 def test_an_engine_that_may_die_may_do_nothing_else(may_die: bool, how: str, fails: bool) -> None:
-    engine = SteppedEngine.__new__(SteppedEngine)
+    engine = Engine.__new__(Engine)
     engine.may_die, engine.failed = may_die, None
-    assert not engine.fails_scenario()
+    assert not engine.fails_script()
     engine.failed = EngineFailed("P", how, "P ended")
-    assert engine.fails_scenario() == fails
+    assert engine.fails_script() == fails

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 from pytest_kvconform.result import Blocked, Cell, Violation
+from pytest_kvconform.rigs.cluster import engine as cluster_engine
+from pytest_kvconform.rigs.cluster import loop
 from pytest_kvconform.rigs.engine.messages import Trace
 from pytest_kvconform.rigs.peers import bench as peer_bench
-from pytest_kvconform.rigs.peers import stepping
 from pytest_kvconform.rigs.peers.bench import PeerBench, is_late
 from pytest_kvconform.rigs.peers.messages import RankObservation
 from pytest_kvconform.rigs.peers.scenario_engines import DecodeResult, ScenarioEngines, ScenarioObservation
-from pytest_kvconform.rigs.peers.stepping import SteppedEngine
 from pytest_kvconform.rigs.processes import cores
 from pytest_kvconform.suite import _peer_observations
 from pytest_kvconform.suite._peer_observations import check_right
@@ -203,16 +203,16 @@ def test_an_engine_and_what_steps_it_say_how_long_they_waited_for_a_core(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = {"now": 100.0, "waited": 0.0}
-    monkeypatch.setattr(stepping, "time", SimpleNamespace(monotonic=lambda: clock["now"]))
+    monkeypatch.setattr(cluster_engine, "time", SimpleNamespace(monotonic=lambda: clock["now"]))
     monkeypatch.setattr(cores, "time", SimpleNamespace(monotonic=lambda: clock["now"]))
     monkeypatch.setattr(cores, "core_waits", lambda pids: {pid: {"1": clock["waited"]} for pid in pids})
     handle: Any = SimpleNamespace(
-        process=SimpleNamespace(pid=1),
+        process=SimpleNamespace(pid=1, watched=1),
         start_s=60.0,
         deadline_s=60.0,
         call_deadline=lambda seconds, pids: cores.Deadline(seconds, pids),
     )
-    engine, waits = SteppedEngine("D", handle), []
+    engine, waits = cluster_engine.Engine("D", handle), []
     for seconds, waited in ((1.0, 0.0), (5.0, 2.0), (5.0, 0.0)):  # two processes wait
         clock["now"], clock["waited"] = clock["now"] + seconds, clock["waited"] + waited
         waits.append(round(engine.core_wait(), 6))
@@ -227,14 +227,14 @@ def test_engines_run_for_seconds_in_which_they_have_a_core(
 ) -> None:
     """`starved`: the part of the time for which each of two processes waits for a core."""
     clock = SimpleNamespace(monotonic=lambda: clock.now, now=0.0)
-    for module in (stepping, cores):
+    for module in (loop, cores):
         monkeypatch.setattr(module, "time", clock)
     waits = {"1": {"1": 0.0}, "2": {"1": 0.0}}
     monkeypatch.setattr(
         cores, "core_waits", lambda pids: {p: dict.fromkeys(w, starved * clock.now) for p, w in waits.items()}
     )
-    engine: Any = SimpleNamespace(handle=SimpleNamespace(process=SimpleNamespace(pid=1)))
-    for _ in stepping.let_run(1.0, engine, most=most):
+    engine: Any = SimpleNamespace(handle=SimpleNamespace(process=SimpleNamespace(pid=1, watched=1)))
+    for _ in loop.let_run(1.0, engine, most=most):
         clock.now += 0.05
     assert clock.now == pytest.approx(lasts, abs=0.3)
 

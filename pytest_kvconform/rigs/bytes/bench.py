@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from model_matrix import load_geometries
 from model_matrix.geometries import State
@@ -14,12 +15,13 @@ from pytest_kvconform.rigs.bytes.handover import TransferObservation, observe_tr
 from pytest_kvconform.rigs.bytes.messages import ByteEngineSpec
 from pytest_kvconform.rigs.bytes.specs import alike, byte_engine_spec, needed_blocks, zygotes
 from pytest_kvconform.rigs.bytes.turns.two_turns import TurnObservation, observe_turns
+from pytest_kvconform.rigs.cluster.control import REFUSAL_S, Control
+from pytest_kvconform.rigs.cluster.loop import play
+from pytest_kvconform.rigs.cluster.pairs import EnginePairs
+from pytest_kvconform.rigs.cluster.release import is_full
 from pytest_kvconform.rigs.context import Deadlines, RunContext
-from pytest_kvconform.rigs.engine.control import REFUSAL_S, Control
 from pytest_kvconform.rigs.engine.handle import EngineFailed, hook_calls
 from pytest_kvconform.rigs.engine.messages import EngineFacts
-from pytest_kvconform.rigs.engine.pairs import EnginePairs
-from pytest_kvconform.rigs.engine.release import is_full
 from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.processes.place import Place
 from pytest_kvconform.rigs.scenario import Transfer
@@ -126,7 +128,9 @@ class ByteBench:
 
             def run(p: ByteEngineHandle, d: ByteEngineHandle, limits: Deadlines) -> TurnObservation:
                 hook_calls(p, d)  # those of the start are forgotten
-                found = observe_turns(transfer, p, d, limits, self.context.next_name)
+                ids = self.context.next_name
+                script = partial(observe_turns, transfer=transfer, limits=limits, ids=ids)
+                found: TurnObservation = play(script, p, d)
                 return replace(found, calls=hook_calls(p, d))
 
             try:
@@ -149,7 +153,9 @@ class ByteBench:
         self, transfer: Transfer, p: ByteEngineHandle, d: ByteEngineHandle, deadlines: Deadlines
     ) -> TransferObservation:
         hook_calls(p, d)  # those of an earlier transfer are forgotten
-        observed = observe_transfer(transfer, p, d, deadlines, self.context.next_name)
+        ids = self.context.next_name
+        script = partial(observe_transfer, transfer=transfer, limits=deadlines, ids=ids)
+        observed: TransferObservation = play(script, p, d)
         return replace(observed, calls=hook_calls(p, d))
 
     def _excuse(

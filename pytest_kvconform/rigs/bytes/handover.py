@@ -5,14 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
-
-import numpy as np
+from typing import Any
 
 from pytest_kvconform.kvspace.pools.sources import Source
 from pytest_kvconform.result import HarnessError, HookCall
-from pytest_kvconform.rigs.bytes.handle import ByteEngineHandle
 from pytest_kvconform.rigs.bytes.messages import ByteRequest, Check, shared_owners
+from pytest_kvconform.rigs.cluster.engine import Engine, Steps
+from pytest_kvconform.rigs.cluster.loop import nothing, watching
+from pytest_kvconform.rigs.cluster.release import Release, tokens_of_others, until_released, until_saved
+from pytest_kvconform.rigs.cluster.turns import both, until_finished
 from pytest_kvconform.rigs.context import Deadlines
 from pytest_kvconform.rigs.engine.handle import EngineFailed, logged
 from pytest_kvconform.rigs.engine.messages import (
@@ -25,7 +26,6 @@ from pytest_kvconform.rigs.engine.messages import (
     Usage,
     listed,
 )
-from pytest_kvconform.rigs.engine.release import Release, tokens_of_others, until_released, until_saved
 from pytest_kvconform.rigs.engine.router import decode_params, early_params, prefill_params
 from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.scenario import Transfer, with_new_tokens
@@ -104,18 +104,15 @@ class TransferObservation:
         return clean and any(r.finish == "error" for r in self.requests)
 
 
-Observed = TypeVar("Observed", bound=TransferObservation)
-
-
 def observe_transfer(
+    p: Engine,
+    d: Engine,
     transfer: Transfer,
-    p: ByteEngineHandle,
-    d: ByteEngineHandle,
     limits: Deadlines,
     ids: Callable[[], str],
-    before_load: Callable[[], object] = lambda: None,
-) -> TransferObservation:
-    """Run one transfer. A failure of an engine is part of the observation.
+    before_load: Callable[[], Steps] = nothing,
+) -> Steps:
+    """Run one transfer. A failure of an engine is part of the TransferObservation.
 
     With a store P computes and saves, and D, whose cache is empty, finds it in the store. No
     kv_transfer_params travel. P may be D: it saves, other requests overwrite its blocks, its prefix cache is
@@ -124,19 +121,17 @@ def observe_transfer(
     if p.spec.store:
         transfer = replace(transfer, prompts=with_new_tokens(transfer.prompts))
     observed = TransferObservation(transfer, p.facts, d.facts, request_s=limits.request)
-    return watched(observed, p, d, lambda: _run(observed, p, d, limits, ids(), before_load))
+    return (yield from watched(observed, p, d, _run(observed, p, d, limits, ids(), before_load)))
 
 
-def watched(
-    observed: Observed, p: ByteEngineHandle, d: ByteEngineHandle, run: Callable[[], Observed]
-) -> Observed:
+def watched(observed: TransferObservation, p: Engine, d: Engine, run: Steps) -> Steps:
     """Run what fills in an observation. A failure of an engine is part of it, and so is what they log."""
     started = time.monotonic()
-    logs = [(engine, engine.begin_log()) for engine in (p, d)]
+    logs = [(engine.handle, engine.handle.begin_log()) for engine in (p, d)]
     try:
-        observed = run()
+        observed = yield from run
         if observed.stuck and p is d:
-            observed = replace(observed, copies_left=p.copies_left())
+            observed = replace(observed, copies_left=(yield from p.call("copies_left")))
     except EngineFailed as failed:
         observed = replace(observed, failed=failed)
     return replace(observed, logged=logged(logs), seconds=time.monotonic() - started)
@@ -144,107 +139,126 @@ def watched(
 
 def _run(
     observed: TransferObservation,
-    p: ByteEngineHandle,
-    d: ByteEngineHandle,
+    p: Engine,
+    d: Engine,
     limits: Deadlines,
     salt: str,
-    before_load: Callable[[], object],
-) -> TransferObservation:
+    before_load: Callable[[], Steps],
+) -> Steps:
     transfer = observed.transfer
-    alone = p is d
-    seconds, watched = limits.request + 2 * p.spec.save_delay, tuple({p.process.watched, d.process.watched})
-    deadline = Deadline(seconds, watched)
-    both(p, d, "poison")
-    owners = shared_owners([prompt.tokens for prompt in transfer.prompts])
-    make = _Requests(transfer, owners, salt, p, d)
-    sources = [make(i, "p") for i in range(len(transfer.prompts))]
-    targets: list[ByteRequest] = []
-    beside: list[str] = []
-    ends: dict[str, Output] = {}
-    at_once = not transfer.preempt and all(make.early(i) is not None for i in range(len(sources)))
-    if at_once:  # as a router sends them: D has its request before P has computed a token
-        beside = _warm(transfer, make, p, d, deadline)
-        targets = [make(i, "d") for i in range(len(sources))]
-    p.budget(transfer.budget * len(transfer.prompts), transfer.budget)  # all are chunked side by side
-    reuse = transfer.reuse or alone  # one engine must not find what it is to load
-    p.reuse(reuse)
-    for engine in (p, d):
-        engine.replay(transfer.graphs)
-    for request in sources:
-        p.add(request)
-    for request in targets:
-        d.add(request)
-    if transfer.preempt == "P":
-        p.step_beside(d)
-        p.preempt(sources[0].id)
-    stuck = until_finished(p, d, [request.id for request in sources], ends, deadline)
+    seconds = limits.request + 2 * p.spec.save_delay
+    yield from both(p, d, "poison")
+    make = _Requests(transfer, salt, p, d)
+    at_once = not transfer.preempt and all(make.early(i) is not None for i in make.numbers)
+    stuck, targets, beside = yield from _prefill(transfer, make, p, d, seconds, at_once)
     if stuck:
         return replace(observed, stuck=stuck)
-    source, saving = p.source(), Deadline(seconds, watched)
-    if p.spec.store:
-        until_saved(p, d, limits.release)
-    while reuse and not at_once and not p.overwritten() and not saving.over():
-        p.step()
-    before: tuple[Check, ...] = ()
-    if alone:
-        source, before = _forget(p, source, limits)
-    deadline = Deadline(seconds, watched)  # what P took is not D's
+    source, before = yield from _save(transfer, p, d, limits, seconds, at_once)
+    deadline = watching(seconds, p, d)  # what P took is not D's
     if not at_once:
-        beside = _warm(transfer, make, p, d, deadline)  # only now, so that P finds nothing that D has saved
-        before_load()
-        targets = [make(i, "d", ends[request.id]) for i, request in enumerate(sources)]
+        beside = yield from _warm(transfer, make, p, d, deadline)  # now, so that P finds nothing D has saved
+        yield from before_load()
+        targets = [make(i, "d", p.ends[make.id(i, "p")].output) for i in make.numbers]
         for request in targets:
-            d.add(request)
+            yield from d.add(request)
     if transfer.preempt == "D":
-        while not (outputs := d.step_beside(p).outputs) and not deadline.over():
-            if not alone:  # its own outputs would be lost
-                p.step()
-        ends |= {output.id: output for output in outputs if output.finish}
-        if targets[0].id not in ends:  # a load that was refused ends its request before a token
-            d.preempt(targets[0].id)
-    stuck = until_finished(d, p, [request.id for request in targets], ends, deadline)
+        yield from _preempt_d(p, d, targets[0].id, deadline)
+    stuck = yield from until_finished(d, p, [request.id for request in targets], deadline)
     for name in beside:
-        d.abort(name)
-    errors = sum(name in ends and ends[name].finish == "error" for name in beside)
-    p.budget(0)
-    p.reuse(False)
-    if reuse and not alone:  # what overwrote P's blocks lies there, too
-        source = _with_later(source, p.source())
-    received = tuple(
-        Received(
-            name=f"request {i}",
-            length=len(prompt.tokens),
-            prefill=p.trace(sources[i].id),
-            decode=d.trace(targets[i].id),
-            finish=(ends[targets[i].id].finish or "") if targets[i].id in ends else "",
-            checks=d.pop_checks(targets[i].id),
-        )
-        for i, prompt in enumerate(transfer.prompts)
-    )
-    observed = replace(observed, requests=received, failed_beside=errors, stuck=stuck, source=source)
+        yield from d.call("abort", name)
+    yield from p.call("budget", 0)
+    yield from p.call("reuse", False)
+    if transfer.reuse and p is not d:  # what overwrote P's blocks lies there, too
+        source = _with_later(source, (yield from p.call("source")))
+    received = []
+    for i in make.numbers:
+        received.append((yield from _received(transfer, make, p, d, i)))
+    errors = sum(name in d.ends and d.ends[name].output.finish == "error" for name in beside)
+    observed = replace(observed, requests=tuple(received), failed_beside=errors, stuck=stuck, source=source)
     if stuck:
         return observed
     refused = any(r.finish == "error" for r in received)  # P may wait for its lease to end then
-    released = until_released(p, d, limits.release, p_may_keep=refused)
+    released = yield from until_released(p, d, limits.release, p_may_keep=refused)
     observed = replace(observed, usage=released.usage, released=released)
-    statistics = p.statistics(), StatisticsTrace() if alone else d.statistics()
-    of_p, of_d = both(p, d, "audit")
-    return replace(observed, statistics=statistics, audits=(before or of_p, of_d))
+    of_p = yield from p.call("statistics")
+    statistics = of_p, StatisticsTrace() if p is d else (yield from d.call("statistics"))
+    audits = yield from both(p, d, "audit")
+    return replace(observed, statistics=statistics, audits=(before or audits[0], audits[1]))
 
 
-def _forget(engine: ByteEngineHandle, source: Source, limits: Deadlines) -> tuple[Source, tuple[Check, ...]]:
-    """Empty the prefix cache of an engine whose blocks were overwritten, and poison its pool.
+def _prefill(
+    transfer: Transfer, make: _Requests, p: Engine, d: Engine, seconds: float, at_once: bool
+) -> Steps:
+    """Let P compute the prompts. `at_once`: D has its requests before P has computed a token, as a router
+    sends them.
 
-    Returns the places of the rows that were saved and of those that overwrote them, and the last look at the
-    pool before.
+    Returns P's requests that have not ended, D's requests, and those that run beside the load.
     """
-    engine.budget(0)  # that of P alone
-    until_saved(engine, engine, limits.release)  # what overwrote the blocks is saved, too
-    engine.reuse(False)
-    source = _with_later(source, engine.source())
-    before = engine.audit()
-    engine.poison()
+    deadline, targets, beside = watching(seconds, p, d), list[ByteRequest](), list[str]()
+    if at_once:
+        beside = yield from _warm(transfer, make, p, d, deadline)
+        targets = [make(i, "d") for i in make.numbers]
+    # all are chunked side by side
+    yield from p.call("budget", transfer.budget * len(transfer.prompts), transfer.budget)
+    yield from p.call("reuse", transfer.reuse or p is d)  # one engine must not find what it is to load
+    for engine in (p, d):
+        yield from engine.call("replay", transfer.graphs)
+    for request in make.sources:
+        yield from p.add(request)
+    for request in targets:
+        yield from d.add(request)
+    if transfer.preempt == "P":
+        yield from p.step_beside(d)
+        yield from p.call("preempt", make.id(0, "p"))
+    stuck = yield from until_finished(p, d, [request.id for request in make.sources], deadline)
+    return stuck, targets, beside
+
+
+def _save(
+    transfer: Transfer, p: Engine, d: Engine, limits: Deadlines, seconds: float, at_once: bool
+) -> Steps:
+    """Let a store save, and others overwrite P's blocks. One engine that is P and D forgets what it has.
+
+    Returns the places of P's rows, and what P's pool was before it forgot.
+    """
+    source, saving = (yield from p.call("source")), watching(seconds, p, d)
+    if p.spec.store:
+        yield from until_saved(p, d, limits.release)
+    while (transfer.reuse or p is d) and not at_once:
+        if (yield from p.call("overwritten")) or saving.over():
+            break
+        yield from p.call("step", 0.0)
+    if p is not d:
+        return source, ()
+    yield from p.call("budget", 0)  # that of P alone
+    yield from until_saved(p, p, limits.release)  # what overwrote the blocks is saved, too
+    yield from p.call("reuse", False)
+    source = _with_later(source, (yield from p.call("source")))
+    before = yield from p.call("audit")
+    yield from p.call("poison")
     return source, before
+
+
+def _preempt_d(p: Engine, d: Engine, name: str, deadline: Deadline) -> Steps:
+    """Preempt D's request after its first token."""
+    while not (yield from d.step_beside(p)).outputs and not deadline.over():
+        if p is not d:
+            yield from p.call("step", 0.0)
+    if name not in d.ends:  # a load that was refused ends its request before a token
+        yield from d.call("preempt", name)
+
+
+def _received(transfer: Transfer, make: _Requests, p: Engine, d: Engine, index: int) -> Steps:
+    """What became of one request. Returns Received."""
+    name = make.id(index, "d")
+    return Received(
+        name=f"request {index}",
+        length=len(transfer.prompts[index].tokens),
+        prefill=(yield from p.call("trace", make.id(index, "p"))),
+        decode=(yield from d.call("trace", name)),
+        finish=(d.ends[name].output.finish or "") if name in d.ends else "",
+        checks=(yield from d.call("pop_checks", name)),
+    )
 
 
 def _with_later(source: Source, later: Source) -> Source:
@@ -252,9 +266,7 @@ def _with_later(source: Source, later: Source) -> Source:
     return replace(later, tables={**later.tables, **source.tables})
 
 
-def _warm(
-    transfer: Transfer, make: _Requests, p: ByteEngineHandle, d: ByteEngineHandle, deadline: Deadline
-) -> list[str]:
+def _warm(transfer: Transfer, make: _Requests, p: Engine, d: Engine, deadline: Deadline) -> Steps:
     """Let D compute prefixes of the prompts by itself, so that its own prefix cache has them.
 
     Returns the requests that go on.
@@ -264,32 +276,31 @@ def _warm(
     for i, count in enumerate(tokens):
         if count:
             warm = make(i, "w", tokens=count)
-            d.add(warm)
+            yield from d.add(warm)
             if transfer.beside:
-                while not d.step_beside(p).outputs and not deadline.over():
+                while not (yield from d.step_beside(p)).outputs and not deadline.over():
                     pass
                 running.append(warm.id)
-            elif stuck := until_finished(d, p, [warm.id], {}, deadline):
+            elif stuck := (yield from until_finished(d, p, [warm.id], deadline)):
                 raise HarnessError(f"D did not compute a prefix of {transfer} by itself: {listed(stuck)}")
     if any(tokens):
-        d.poison(keep_cache=True)
+        yield from d.call("poison", True)
     return running
 
 
 class _Requests:
     """Makes the requests of a transfer: on P and on D, with the owners of their tokens."""
 
-    def __init__(
-        self,
-        transfer: Transfer,
-        owners: list[np.ndarray],
-        salt: str,
-        p: ByteEngineHandle,
-        d: ByteEngineHandle,
-    ):
-        self.transfer, self.owners, self.salt, self.p, self.d = transfer, owners, salt, p.spec, d.spec
-        self.zygote = p.process.address
+    def __init__(self, transfer: Transfer, salt: str, p: Engine, d: Engine):
+        self.transfer, self.salt, self.p, self.d = transfer, salt, p.spec, d.spec
+        self.owners = shared_owners([prompt.tokens for prompt in transfer.prompts])
+        self.numbers = range(len(transfer.prompts))
+        self.zygote = p.handle.process.address
         self._early: dict[int, dict[str, Any] | None] = {}
+        self.sources = [self(i, "p") for i in self.numbers]
+
+    def id(self, index: int, side: str) -> str:
+        return f"{self.salt}-{index}-{IDS[side]}"
 
     def early(self, index: int) -> dict[str, Any] | None:
         """The params of D's request before P has computed a token; None: D has to wait."""
@@ -312,7 +323,7 @@ class _Requests:
                 else self.early(index)
             )
         return ByteRequest(
-            id=f"{self.salt}-{index}-{IDS[side]}",
+            id=self.id(index, side),
             tokens=prompt[:length],
             max_tokens={
                 "p": self.transfer.generates,
@@ -325,38 +336,3 @@ class _Requests:
             owners=self.owners[index][:length],
             number=index,
         )
-
-
-def both(p: ByteEngineHandle, d: ByteEngineHandle, name: str) -> tuple[Any, Any]:
-    """One call on both engines at once: each looks at its whole pool."""
-    if p is d:
-        return (answer := p.call(name)), answer
-    p.send(name)
-    d.send(name)
-    return p.answer(name), d.answer(name)
-
-
-def until_finished(
-    engine: ByteEngineHandle,
-    peer: ByteEngineHandle,
-    names: list[str],
-    ends: dict[str, Output],
-    deadline: Deadline,
-) -> tuple[Unfinished, ...]:
-    """Step both engines until requests of the first have ended.
-
-    Returns the requests that have not ended by the deadline.
-    """
-    waiting = set(names) - ends.keys()
-    while waiting:
-        for steps, beside in ((engine, peer), (peer, engine)):
-            for output in steps.step_beside(beside).outputs if waiting else ():
-                if output.finish or output.kv_transfer_params:
-                    ends[output.id] = output
-                    waiting.discard(output.id)
-        if waiting and deadline.over():
-            stuck = tuple(Unfinished(engine.role, engine.trace(name).status) for name in sorted(waiting))
-            for name in waiting:
-                engine.abort(name)
-            return stuck
-    return ()

@@ -11,15 +11,12 @@ import shutil
 import signal
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
-
-import msgspec
+from typing import Any, NoReturn
 
 from pytest_kvconform.result import HarnessError, HookCall, ProcessKilled
 from pytest_kvconform.rigs.engine.messages import (
     EngineFacts,
     Leftovers,
-    Output,
     Request,
     Snapshot,
     Step,
@@ -39,9 +36,6 @@ LEAVE_S = 10.0  # for engines to shut down
 SUITE = "the suite"  # who says what no engine has logged
 # classes of vllm_setup.forked_executor: a rank is gone, and SIGKILL ended it
 WORKER_DIED, WORKER_KILLED = "WorkerDied", "WorkerKilled"
-# `step_beside`: how long a step lasts before the peer steps, too; the pause after the peer's first step,
-# which doubles with each step; the longest pause
-ALONE_S, BESIDE_S, SELDOM_S = 0.02, 0.005, 0.05
 
 
 class EngineFailed(Exception):
@@ -69,6 +63,7 @@ class EngineFailed(Exception):
         self.role, self.how, self.sentence, self.log, self.stack = role, how, sentence, log, stack
         self.frames, self.waits = frames, waits
         self.reason, self.kind, self.message = reason, kind, message
+        self.engine = role  # the name of the engine; a cluster may have several of one role
 
     @property
     def refusal(self) -> str:
@@ -138,34 +133,29 @@ class EngineHandle:
         """Wait for the answer to a call; 0: for as long as for any call."""
         return self._answer(name, deadline_s or self.deadline_s)
 
+    def answered(self) -> bool:
+        """Whether an answer, or the end of the process, can be read without waiting."""
+        return self.process.connection.poll(0)
+
+    def take_answer(self, name: str) -> Any:
+        """The answer to a call, which has arrived."""
+        return self.wait_ready() if name == "start" else self.answer(name)
+
     def call(self, name: str, *arguments: Any) -> Any:
         """Call a method and wait for its answer."""
         self.send(name, *arguments)
         return self.answer(name)
 
     def add(self, request: Request) -> None:
-        self.note = self.note or self.process.place.unreachable(request.kv_transfer_params)
+        self.note_unreachable(request)
         self.call("add", request)
+
+    def note_unreachable(self, request: Request) -> None:
+        """Note what keeps the engine from reaching the peer that the params of a request name."""
+        self.note = self.note or self.process.place.unreachable(request.kv_transfer_params)
 
     def step(self, seconds: float = 0.0) -> Step:
         return self.call("step", seconds)
-
-    def step_beside(self, peer: EngineHandle, seconds: float = 0.0) -> Step:
-        """`step`, during which the peer takes steps of its own if it lasts: a connector may load within the
-        step, and need its peer for that. The result has the outputs of both. An engine may be its own peer.
-        """
-        if peer is self:
-            return self.step(seconds)
-        self.send("step", seconds)
-        deadline = self.call_deadline(self.deadline_s)
-        wait, pause, outputs = ALONE_S, BESIDE_S, tuple[Output, ...]()
-        while not self.process.connection.poll(wait):
-            if deadline.over():
-                self._hung("step", deadline)
-            outputs += peer.step().outputs
-            wait, pause = pause, min(2 * pause, SELDOM_S)
-        step: Step = self.answer("step")
-        return msgspec.structs.replace(step, outputs=(*outputs, *step.outputs)) if outputs else step
 
     def abort(self, request_id: str) -> None:
         self.call("abort", request_id)
@@ -225,7 +215,7 @@ class EngineHandle:
         try:
             kind, *rest = self.process.receive(deadline)
         except TimeoutError:
-            self._hung(name, deadline)
+            self.fail_as_hung(name, deadline)
         except (EOFError, OSError):
             self._died(name)
         self.asked = False
@@ -248,7 +238,7 @@ class EngineHandle:
         """ " in __init__ (file.py:12)": the innermost frame of the connector's own code; "" without one."""
         return next((_in(frame) for frame in frames if self.own(frame)), "")
 
-    def _died(self, name: str) -> None:
+    def _died(self, name: str) -> NoReturn:
         self.dead = True
         status = self.process.end(gone=True)
         if status is None:
@@ -266,7 +256,8 @@ class EngineHandle:
         lines, frames = self._last_lines(), self.process.last_stacks()
         raise EngineFailed(self.role, "died", sentence, lines, _lines(stack), frames)
 
-    def _hung(self, name: str, deadline: Deadline) -> None:
+    def fail_as_hung(self, name: str, deadline: Deadline) -> NoReturn:
+        """End the engine, which has not answered a call by its deadline."""
         self.dead, seconds = True, deadline.passed()
         hook = hook_of(self.process, IN_STACKS)
         again = ", where another engine has hung" if hook in self.hung_in else ""

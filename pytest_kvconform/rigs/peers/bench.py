@@ -13,19 +13,21 @@ from pytest_kvconform.result import Blocked, Cell, HarnessError, HookCall
 from pytest_kvconform.rigs.bytes.bench import blocked_by_start
 from pytest_kvconform.rigs.bytes.messages import ByteEngineSpec
 from pytest_kvconform.rigs.bytes.specs import byte_engine_spec, over_tcp
+from pytest_kvconform.rigs.cluster.loop import Script, run
 from pytest_kvconform.rigs.context import RunContext
 from pytest_kvconform.rigs.engine.handle import hook_calls
 from pytest_kvconform.rigs.peers.rank_scenarios import UNREAD
 from pytest_kvconform.rigs.peers.scenario_engines import (
     AT_ONCE,
     DecodeResult,
+    PeerScenario,
     ScenarioEngines,
     ScenarioObservation,
     prompt_length,
+    together,
 )
 from pytest_kvconform.rigs.peers.scenarios import BAD, CUT, ON_THEIR_OWN, SCENARIOS
 from pytest_kvconform.rigs.peers.sleeping_peer import LIMIT
-from pytest_kvconform.rigs.peers.stepping import PeerScenario, RunningScenario, run_scenarios, together
 from pytest_kvconform.rigs.processes.cores import own_core_wait
 
 # heartbeats prolong it by a third less, and a busy machine may keep an engine from stepping for a second
@@ -234,13 +236,13 @@ class PeerBench:
             for name, scenario in scenarios.items():
                 own = tuple(engines.by_name[engine] for engine in scenario.engines)
                 others = tuple(engines.by_name[engine] for engine in scenario.other_engines)
-                engines.running[name] = RunningScenario(
+                engines.running[name] = Script(
                     scenario.steps(engines, *own, *others),
                     own,
                     others if scenario.starts_early else tuple(first),
                     engines.running.get(scenario.after),
                 )
-            run_scenarios(list(engines.running.values()), engines.all)
+            run(list(engines.running.values()), engines.all)
             observations = engines.observations()
             calls = {
                 name: hook_calls(engine.handle)
@@ -264,8 +266,8 @@ class PeerBench:
             name: replace(
                 running.result or ScenarioObservation(),
                 engines=observations,
-                failed=running.failed_engine.failed if running.failed_engine else None,
-                failed_engine=running.failed_engine.name if running.failed_engine else "",
+                failed=running.failed,
+                failed_engine=running.failed.engine if running.failed else "",
                 started=running.started,
                 stuck=running.stuck,
                 log=tuple(f"{engine}: {line}" for engine in scenarios[name].engines for line in logs[engine]),

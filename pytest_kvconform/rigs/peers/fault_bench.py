@@ -4,21 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 from pytest_kvconform.result import Blocked, Cell, blocked_by
 from pytest_kvconform.rigs.bytes.bench import SLOW_CALLS, blocked_by_start
 from pytest_kvconform.rigs.bytes.handover import TransferObservation, observe_transfer
 from pytest_kvconform.rigs.bytes.messages import Check
 from pytest_kvconform.rigs.bytes.specs import byte_engine_spec
+from pytest_kvconform.rigs.cluster.engine import Engine, Steps
+from pytest_kvconform.rigs.cluster.loop import play, watching
+from pytest_kvconform.rigs.cluster.pairs import EnginePairs
+from pytest_kvconform.rigs.cluster.release import SOON_S, is_full, seconds_to_wait, until_quiet
+from pytest_kvconform.rigs.cluster.turns import both
 from pytest_kvconform.rigs.context import Deadlines, RunContext
 from pytest_kvconform.rigs.engine.handle import EngineFailed, hook_calls
 from pytest_kvconform.rigs.engine.messages import listed
-from pytest_kvconform.rigs.engine.pairs import EnginePairs
-from pytest_kvconform.rigs.engine.release import SOON_S, is_full, seconds_to_wait, until_quiet
 from pytest_kvconform.rigs.peers.faulty_engine import FaultyEngineHandle, reports_of, set_faults_of_loads
 from pytest_kvconform.rigs.peers.messages import FaultReport
 from pytest_kvconform.rigs.peers.sleeping_peer import BACK_OFF_S, BETWEEN_S
-from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.scenario import (
     NEVER,
     TWICE,
@@ -81,7 +85,8 @@ class FaultBench:
 
     def means(self, cell: Cell, transfer: Transfer) -> FaultReport:
         """With what faults are set in the engines of a cell: NIXL agents, and hooks of the connector."""
-        return reports_of(*self._engines(cell, transfer))
+        found: FaultReport = play(reports_of, *self._engines(cell, transfer))
+        return found
 
     def without_faults(self, cell: Cell, transfer: Transfer, longer: int = 0) -> FaultlessObservation:
         """The observation of a transfer without its faults; runs it on first use, once for each policy.
@@ -91,13 +96,8 @@ class FaultBench:
         key = cell, _word(transfer, longer)
         if key not in self._faultless:
             p, d = self._engines(cell, transfer, longer)
-            self._faultless[key] = _observe_faultless(
-                lengthened(replace(transfer, faults=(), fails=False), longer),
-                p,
-                d,
-                self.context.deadlines,
-                self.context.next_name,
-            )
+            faultless = lengthened(replace(transfer, faults=(), fails=False), longer)
+            self._faultless[key] = self._play(_observe_faultless, p, d, faultless)
             if (found := self._faultless[key].transfer).failed or found.stuck:
                 sentence = found.failed.sentence if found.failed else str(found.stuck[0])
                 self._deaths.setdefault(cell, []).append(sentence)
@@ -114,14 +114,14 @@ class FaultBench:
         if key not in self._observations:
             p, d = self._engines(cell, transfer, longer)
             pair = cell, _word(transfer, longer)
-            found = self._observations[key] = observe_faulty(
-                lengthened(transfer, longer),
+            found = self._observations[key] = self._play(
+                observe_faulty,
                 p,
                 d,
-                self._deadlines(cell),
-                self.context.next_name,
-                lengthened(AFTER, longer),
-                self.context.scaled_seconds(BACK_OFF_S) if pair in self._loads else 0.0,
+                lengthened(transfer, longer),
+                limits=self._deadlines(cell),
+                after=lengthened(AFTER, longer),
+                back_off_s=self.context.scaled_seconds(BACK_OFF_S) if pair in self._loads else 0.0,
             )
             if found.after and not found.after.loads:
                 self._loads.discard(pair)
@@ -161,15 +161,23 @@ class FaultBench:
 
         Once P has kept a request for so long, the cause is established in this cell, and the wait is short.
         """
-        mine = {r.prefill.id for r in found.requests}
         seconds = SOON_S if cell in self._keeps else self.lease_s + self.context.deadlines.release
-        deadline = Deadline(seconds, (p.process.watched, d.process.watched))
-        while (held := mine & set(p.usage().requests)) and not deadline.over():
-            p.step(0.05)
-            d.step()
+        held = play(partial(_held, mine={r.prefill.id for r in found.requests}, seconds=seconds), p, d)
         if held:
             self._keeps.add(cell)
         return tuple(sorted(held))
+
+    def _play(
+        self,
+        script: Callable[..., Steps],
+        p: FaultyEngineHandle,
+        d: FaultyEngineHandle,
+        transfer: Transfer,
+        **more: Any,
+    ) -> Any:
+        """Run a script that hands a transfer over. Returns its result."""
+        more = {"limits": self.context.deadlines, "ids": self.context.next_name} | more
+        return play(partial(script, transfer=transfer, **more), p, d)
 
     def _deadlines(self, cell: Cell) -> Deadlines:
         """The deadlines of a transfer with faults."""
@@ -224,13 +232,11 @@ class FaultBench:
         Raises Blocked if that fails. A connector without NIXL agents and without `kvconform_fault` is not
         asked for more: no fault can be set for it.
         """
-        found = observe_transfer(
-            lengthened(AFTER, longer), p, d, self.context.deadlines, self.context.next_name
-        )
+        found = self._play(observe_transfer, p, d, lengthened(AFTER, longer))
         if found.loads:
             self._loads.add((cell, word))
         reason = found.failed.sentence if found.failed else listed(found.stuck) or found.refused
-        means = reports_of(p, d)
+        means: FaultReport = play(reports_of, p, d)
         if reason and (found.failed or means.agents or means.hooks):
             self.pairs.end(cell, word)
             self._given_up[cell] = f"one without faults did not end well: {reason}"
@@ -243,53 +249,63 @@ def _word(transfer: Transfer, longer: int) -> str:
     return " ".join(filter(None, (transfer.policy, transfer.fake, "long" if longer else "")))
 
 
+def _held(p: Engine, d: Engine, mine: set[str], seconds: float) -> Steps:
+    """Step both engines until P holds none of these requests. Returns those that it holds when time is up."""
+    deadline = watching(seconds, p, d)
+    while (held := mine & set((yield from p.call("usage")).requests)) and not deadline.over():
+        yield from p.call("step", 0.05)
+        yield from d.call("step", 0.0)
+    return held
+
+
 def _observe_faultless(
-    transfer: Transfer,
-    p: FaultyEngineHandle,
-    d: FaultyEngineHandle,
-    deadlines: Deadlines,
-    ids: Callable[[], str],
-) -> FaultlessObservation:
-    """Run one transfer without faults, and count the transfers that the workers begin for it."""
+    p: Engine, d: Engine, transfer: Transfer, limits: Deadlines, ids: Callable[[], str]
+) -> Steps:
+    """Run one transfer without faults, and count the transfers that the workers begin for it.
+
+    Returns FaultlessObservation.
+    """
     found = TransferObservation(transfer, p.facts, d.facts)
     try:
-        found = observe_transfer(transfer, p, d, deadlines, ids, set_faults_of_loads(p, d, (COUNTING,)))
+        set_faults = yield from set_faults_of_loads(p, d, (COUNTING,))
+        found = yield from observe_transfer(p, d, transfer, limits, ids, set_faults)
         if found.failed or found.stuck:
             return FaultlessObservation(found)
-        of_p, of_d = (tuple(one.transfers for one in engine.fault_reports()) for engine in (p, d))
+        reports = yield from both(p, d, "fault_reports")
+        of_p, of_d = (tuple(one.transfers for one in of_engine) for of_engine in reports)
         return FaultlessObservation(found, (of_p if p is not d else (), of_d))
     except EngineFailed as failed:
         return FaultlessObservation(replace(found, failed=failed))
 
 
 def observe_faulty(
+    p: Engine,
+    d: Engine,
     transfer: Transfer,
-    p: FaultyEngineHandle,
-    d: FaultyEngineHandle,
-    deadlines: Deadlines,
+    limits: Deadlines,
     ids: Callable[[], str],
     after: Transfer = AFTER,
     back_off_s: float = 0.0,
-) -> FaultObservation:
+) -> Steps:
     """Run one transfer with its faults and wait until nothing of it is under way.
 
     After a failure one more transfer runs, without faults. While D computes it and writes nothing wrong, it
-    runs again, for `back_off_s` at most: a connector may leave a peer alone for a while.
+    runs again, for `back_off_s` at most: a connector may leave a peer alone for a while. Returns
+    FaultObservation.
     """
-    observation, reports = _observe(transfer, p, d, deadlines, ids)
+    observation, reports = yield from _observe(p, d, transfer, limits, ids)
     if observation.failed or observation.stuck or not leaves_traces(transfer):
         return FaultObservation(observation, reports)
-    watched = p.process.watched, d.process.watched
-    deadline = Deadline(back_off_s, watched)
+    deadline = watching(back_off_s, p, d)
     while True:
-        last = _observe(after, p, d, deadlines, ids)[0]
+        last, _ = yield from _observe(p, d, after, limits, ids)
         ended = last.failed or last.stuck or last.refused or last.loads or last.is_wrong
-        if ended or deadline.over() or is_full(p):
+        if ended or deadline.over() or is_full(p.handle):
             return FaultObservation(observation, reports, last)
-        pause = Deadline(BETWEEN_S, watched)
+        pause = watching(BETWEEN_S, p, d)
         while not pause.over():
-            p.step(0.05)
-            d.step(0.05)
+            yield from p.call("step", 0.05)
+            yield from d.call("step", 0.05)
 
 
 def _may_keep(transfer: Transfer) -> bool:
@@ -302,38 +318,37 @@ def leaves_traces(transfer: Transfer) -> bool:
     return transfer.fails or any(faults.notifications in (TWICE, NEVER) for faults in transfer.faults)
 
 
-def _observe(
-    transfer: Transfer,
-    p: FaultyEngineHandle,
-    d: FaultyEngineHandle,
-    deadlines: Deadlines,
-    ids: Callable[[], str],
-) -> tuple[TransferObservation, tuple[FaultReport, FaultReport]]:
+def _observe(p: Engine, d: Engine, transfer: Transfer, limits: Deadlines, ids: Callable[[], str]) -> Steps:
+    """One transfer with its faults. Returns TransferObservation, and the fault reports of P and of D."""
     found, reports = TransferObservation(transfer, p.facts, d.facts), (FaultReport(), FaultReport())
-    hook_calls(p, d)  # those of an earlier transfer are forgotten
+    hook_calls(p.handle, d.handle)  # those of an earlier transfer are forgotten
     try:
-        set_faults = set_faults_of_loads(p, d, transfer.faults)
+        set_faults = yield from set_faults_of_loads(p, d, transfer.faults)
         # `until_quiet` waits for blocks: P may keep some until its lease is over.
-        limits = deadlines if p.spec.store else replace(deadlines, release=0.0)
-        found = observe_transfer(transfer, p, d, limits, ids, set_faults)
+        short = limits if p.spec.store else replace(limits, release=0.0)
+        found = yield from observe_transfer(p, d, transfer, short, ids, set_faults)
         if found.failed or found.stuck:
-            return replace(found, calls=hook_calls(p, d)), reports
+            return replace(found, calls=hook_calls(p.handle, d.handle)), reports
         mine = frozenset(r.prefill.id for r in found.requests)
-        released = until_quiet(
+
+        def pending() -> Steps:
+            return bool((yield from reports_of(p, d)).pending)
+
+        released = yield from until_quiet(
             p,
             d,
-            seconds_to_wait(p, deadlines.release),
+            seconds_to_wait(p.handle, limits.release),
             frozenset() if _may_keep(transfer) and not p.spec.store else mine,
-            lambda: bool(reports_of(p, d).pending),
+            pending,
         )
-        reports = reports_of() if p is d else reports_of(p), reports_of(d)
-        p_audits, d_audits = (
-            _first_wrong(now, engine.audit()) for now, engine in zip(found.audits, (p, d), strict=True)
-        )
-        found = replace(found, usage=released.usage, released=released, audits=(p_audits, d_audits))
+        reports = (yield from reports_of(*(() if p is d else (p,)))), (yield from reports_of(d))
+        audits = []
+        for before, engine in zip(found.audits, (p, d), strict=True):
+            audits.append(_first_wrong(before, (yield from engine.call("audit"))))
+        found = replace(found, usage=released.usage, released=released, audits=(audits[0], audits[1]))
     except EngineFailed as failed:
         found = replace(found, failed=failed)
-    return replace(found, calls=hook_calls(p, d)), reports
+    return replace(found, calls=hook_calls(p.handle, d.handle)), reports
 
 
 def _first_wrong(ended: tuple[Check, ...], quiet: tuple[Check, ...]) -> tuple[Check, ...]:

@@ -6,13 +6,15 @@ forked.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
 from pytest_kvconform.rigs.bytes.handle import ByteEngineHandle
 from pytest_kvconform.rigs.bytes.messages import ByteEngineSpec
 from pytest_kvconform.rigs.bytes.process import ByteEngineProcess
+from pytest_kvconform.rigs.cluster.engine import Engine, Steps
+from pytest_kvconform.rigs.cluster.loop import nothing
+from pytest_kvconform.rigs.cluster.turns import both
 from pytest_kvconform.rigs.engine import process as engine_process
 from pytest_kvconform.rigs.engine.messages import Step
 from pytest_kvconform.rigs.peers import faulty_nixl, rank_faults
@@ -28,48 +30,36 @@ class FaultyEngineHandle(ByteEngineHandle):
 
     target = "pytest_kvconform.rigs.peers.faulty_engine:serve"
 
-    def set_faults(self, faults: tuple[Faults, ...]) -> None:
-        """Give the transport of every rank these faults, in place of earlier ones."""
-        self.call("set_faults", faults)
 
-    def reuse_last(self, last: bool) -> None:
-        """Hand out freed blocks after all others, or again as vLLM does."""
-        self.call("reuse_last", last)
-
-    def fault_reports(self) -> tuple[FaultReport, ...]:
-        """Return what the faults did, one record a rank."""
-        return self.call("fault_reports")
-
-
-def set_faults_of_loads(
-    p: FaultyEngineHandle, d: FaultyEngineHandle, faults: tuple[Faults, ...]
-) -> Callable[[], None]:
+def set_faults_of_loads(p: Engine, d: Engine, faults: tuple[Faults, ...]) -> Steps:
     """Give both engines faults for the loads of a transfer that begins now.
 
-    A store saves first, and faults are for its loads alone. So the function that is returned has to be called
-    when everything is saved.
+    A store saves first, and faults are for its loads alone. So the part of a script that is returned has to
+    run when everything is saved.
 
     While a load fails, D hands out freed blocks last. vLLM would give those of the failed load to the next
     request, and its load would hide what is still written for the failed one.
     """
 
-    def set_in_d() -> None:
-        d.set_faults(faults)
-        d.reuse_last(any(one.fail for one in faults))
+    def set_in_d() -> Steps:
+        yield from d.call("set_faults", faults)
+        yield from d.call("reuse_last", any(one.fail for one in faults))
 
-    d.reuse_last(False)
+    yield from d.call("reuse_last", False)
     if p.spec.store:
-        p.set_faults(())
-        d.set_faults(())
+        yield from both(p, d, "set_faults", ())
         return set_in_d
-    p.set_faults(faults_where_p_writes(faults, p.ranks, d.ranks))
-    set_in_d()
-    return lambda: None
+    yield from p.call("set_faults", faults_where_p_writes(faults, p.ranks, d.ranks))
+    yield from set_in_d()
+    return nothing
 
 
-def reports_of(*engines: FaultyEngineHandle) -> FaultReport:
-    """The fault reports of all ranks of these engines, added up."""
-    return sum((report for engine in engines for report in engine.fault_reports()), FaultReport())
+def reports_of(*engines: Engine) -> Steps:
+    """The fault reports of all ranks of these engines, added up. Returns FaultReport."""
+    total = FaultReport()
+    for engine in engines:
+        total = sum((yield from engine.call("fault_reports")), total)
+    return total
 
 
 class FaultyEngineProcess(ByteEngineProcess):

@@ -10,17 +10,20 @@ from collections.abc import Callable
 
 from msgspec.structs import replace
 
+from pytest_kvconform.rigs.cluster.engine import Engine, Steps
+from pytest_kvconform.rigs.cluster.loop import let_run, until
 from pytest_kvconform.rigs.engine.messages import Usage
 from pytest_kvconform.rigs.peers.messages import FAILED, KNOWN, MOMENTS, REPORTED, RankObservation
 from pytest_kvconform.rigs.peers.scenario_engines import (
+    BLOCK,
     HELD,
     KEPT,
     NO_TRANSFER,
+    PeerScenario,
     PrefillResult,
     ScenarioEngines,
     ScenarioObservation,
 )
-from pytest_kvconform.rigs.peers.stepping import BLOCK, PeerScenario, SteppedEngine, Steps, let_run, until
 from pytest_kvconform.rigs.scenario import STATUS, Faults
 
 RANKS = ("P9", "D9")  # the engines
@@ -43,18 +46,18 @@ def moments(matrix: str) -> tuple[str, ...]:
     return (REPORTED, KNOWN) if matrix == "quick" else MOMENTS
 
 
-def last_rank(d: SteppedEngine, faults: Faults) -> Faults:
+def last_rank(d: Engine, faults: Faults) -> Faults:
     """The same faults for the last rank of D alone."""
-    return replace(faults, ranks=(d.handle.ranks - 1,))
+    return replace(faults, ranks=(d.ranks - 1,))
 
 
-def since(d: SteppedEngine, before: tuple[RankObservation, ...]) -> Steps:
+def since(d: Engine, before: tuple[RankObservation, ...]) -> Steps:
     """What each rank of an engine has done since an earlier look: it is in other scenarios, too."""
     now = yield from d.call("rank_observations")
     return tuple(one.since(then) for one, then in zip(now, before, strict=True))
 
 
-def hand_overs(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) -> Steps:
+def hand_overs(engines: ScenarioEngines, p: Engine, d: Engine) -> Steps:
     """P hands requests over to D; for one of them the last rank of D is slow.
 
     P also computes one request that no D loads, and aborts one.
@@ -77,14 +80,14 @@ def hand_overs(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) -> 
     return ScenarioObservation(decodes, prefills, request_ids={"own": own.id, "aborted": aborted.id})
 
 
-def load_on_idle_engine(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) -> Steps:
+def load_on_idle_engine(engines: ScenarioEngines, p: Engine, d: Engine) -> Steps:
     """D loads one request and has nothing to compute meanwhile.
 
     If the load does not end, D gets something to compute.
     """
     prefill, before = (yield from engines.prefill(p)), (yield from d.call("rank_observations"))
     added, request = time.monotonic(), (yield from engines.add_decode(d, prefill))
-    by_itself = yield from until(lambda: request.id in d.outputs, d.deadline(engines.limits.release))
+    by_itself = yield from until(lambda: request.id in d.ends, d.deadline(engines.limits.release))
     if not by_itself:
         yield from engines.decode(d, None)
     decode = yield from engines.finish_decode(d, request, added)
@@ -94,7 +97,7 @@ def load_on_idle_engine(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEn
     )
 
 
-def aborted_before_load(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) -> Steps:
+def aborted_before_load(engines: ScenarioEngines, p: Engine, d: Engine) -> Steps:
     """A request is aborted on D before it is scheduled.
 
     D has nothing to load, and P need not keep the blocks.
@@ -110,7 +113,7 @@ def aborted_before_load(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEn
     )
 
 
-def seconds_until_freed(engines: ScenarioEngines, p: SteppedEngine, prefill: PrefillResult) -> Steps:
+def seconds_until_freed(engines: ScenarioEngines, p: Engine, prefill: PrefillResult) -> Steps:
     """Wait until P has freed the blocks of a prompt, while its lease lasts.
 
     Returns the seconds since the prompt came; negative: so many seconds later P still held them; the lease:
@@ -123,7 +126,7 @@ def seconds_until_freed(engines: ScenarioEngines, p: SteppedEngine, prefill: Pre
     return so_far if freed else -so_far if held > looked else engines.lease_s
 
 
-def nothing_to_load(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) -> Steps:
+def nothing_to_load(engines: ScenarioEngines, p: Engine, d: Engine) -> Steps:
     """P computes prompts of which D loads nothing, each for another reason (`UNREAD`).
 
     `numbers`: reason -> `seconds_until_freed`.
@@ -155,9 +158,7 @@ def nothing_to_load(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine
     return ScenarioObservation({"met": met, **decodes}, numbers=numbers, too_slow=engines.too_slow(p, d))
 
 
-def aborted_during_load(
-    engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine, faults: Faults = HELD
-) -> Steps:
+def aborted_during_load(engines: ScenarioEngines, p: Engine, d: Engine, faults: Faults = HELD) -> Steps:
     """A request is aborted on D while transfers of it are under way (`faults`); they end later.
 
     `numbers`: "not_begun": whether the connector knows that held transfers have not begun. Its fault hook
@@ -192,12 +193,12 @@ def aborted_during_load(
     )
 
 
-def aborted_after_one_rank(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) -> Steps:
+def aborted_after_one_rank(engines: ScenarioEngines, p: Engine, d: Engine) -> Steps:
     """A request is aborted on D when all ranks but the last have loaded it."""
     return (yield from aborted_during_load(engines, p, d, last_rank(d, HELD)))
 
 
-def aborted_at_end_of_load(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) -> Steps:
+def aborted_at_end_of_load(engines: ScenarioEngines, p: Engine, d: Engine) -> Steps:
     """One request after the other is aborted on D at another moment of the step in which its load ends.
 
     `numbers`: moment -> blocks that D holds then and cannot give back; -1: the request was not aborted.
@@ -205,7 +206,7 @@ def aborted_at_end_of_load(engines: ScenarioEngines, p: SteppedEngine, d: Steppe
     return (yield from _abort_at(engines, p, d, moments(engines.bench.context.settings.matrix)))
 
 
-def worker_fails_at_end_of_load(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) -> Steps:
+def worker_fails_at_end_of_load(engines: ScenarioEngines, p: Engine, d: Engine) -> Steps:
     """The step of D fails in which a rank reports a load. All requests are aborted, and D goes on.
 
     `numbers`: as in `aborted_at_end_of_load`, of the moment FAILED.
@@ -213,7 +214,7 @@ def worker_fails_at_end_of_load(engines: ScenarioEngines, p: SteppedEngine, d: S
     return (yield from _abort_at(engines, p, d, (FAILED,)))
 
 
-def _abort_at(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine, when: tuple[str, ...]) -> Steps:
+def _abort_at(engines: ScenarioEngines, p: Engine, d: Engine, when: tuple[str, ...]) -> Steps:
     numbers = {}
     for moment in when:
         prefill = yield from engines.prefill(p)
@@ -232,7 +233,7 @@ def _abort_at(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine, when
     return ScenarioObservation(decodes, numbers=numbers)
 
 
-def failed_load(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) -> Steps:
+def failed_load(engines: ScenarioEngines, p: Engine, d: Engine) -> Steps:
     """The last rank of D cannot read one request, maybe before D announces a load."""
     prefill, before = (yield from engines.prefill(p)), (yield from d.call("rank_observations"))
     faults = last_rank(d, Faults(transfers=(0,), fail=STATUS))
@@ -247,7 +248,7 @@ def failed_load(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) ->
     return ScenarioObservation(decodes, {"failed": prefill}, ranks=(yield from since(d, before)))
 
 
-def two_peers(engines: ScenarioEngines, p: SteppedEngine, other: SteppedEngine, d: SteppedEngine) -> Steps:
+def two_peers(engines: ScenarioEngines, p: Engine, other: Engine, d: Engine) -> Steps:
     """D loads from two P's in turn, from each of them twice, and then from both in the same steps. Then it
     begins a load from the first P in the step after the one in which it has heard of the end of another.
 
@@ -268,7 +269,7 @@ def two_peers(engines: ScenarioEngines, p: SteppedEngine, other: SteppedEngine, 
     awhile = engines.bench.scaled_seconds(AWHILE_S) / 2
     for _ in range(STEPS):  # what one load does by itself, the other does before the next step
         yield from d.call("step", 0.0)
-        if all(request.id in d.outputs for request in requests.values()):
+        if all(request.id in d.ends for request in requests.values()):
             break
         yield from let_run(awhile, d, most=2 * awhile)
     d.resume()
@@ -294,7 +295,7 @@ def two_peers(engines: ScenarioEngines, p: SteppedEngine, other: SteppedEngine, 
     return ScenarioObservation(decodes, numbers=numbers, too_slow=too_slow)
 
 
-def two_readers(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine, other: SteppedEngine) -> Steps:
+def two_readers(engines: ScenarioEngines, p: Engine, d: Engine, other: Engine) -> Steps:
     """Two D's load from one P in turn, each of them twice. `numbers`: request -> `seconds_until_freed`."""
     decodes, numbers = {}, {}
     p.longest_gap = d.longest_gap = other.longest_gap = 0.0
@@ -306,7 +307,7 @@ def two_readers(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine, ot
     return ScenarioObservation(decodes, numbers=numbers, too_slow=engines.too_slow(p, d))
 
 
-def two_samples(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) -> Steps:
+def two_samples(engines: ScenarioEngines, p: Engine, d: Engine) -> Steps:
     """Two requests of D have the params of one hand-over, as two samples of one prompt do (ParentRequest in
     vLLM's v1/engine/parallel_sampling.py). The second one comes when the first one has been loaded.
 

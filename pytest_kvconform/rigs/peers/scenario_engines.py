@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import math
 import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -14,28 +15,23 @@ import numpy as np
 from pytest_kvconform.result import Cell
 from pytest_kvconform.rigs.bytes.bench import call_deadline
 from pytest_kvconform.rigs.bytes.messages import ByteEngineSpec, ByteRequest, Check
+from pytest_kvconform.rigs.cluster.engine import Engine, Steps
+from pytest_kvconform.rigs.cluster.loop import DeadlinePassed, Script, until
 from pytest_kvconform.rigs.context import Deadlines, RunContext, declared_addition
 from pytest_kvconform.rigs.engine.handle import EngineFailed, leave_all
 from pytest_kvconform.rigs.engine.messages import ON_D, ON_P, Trace, Usage
 from pytest_kvconform.rigs.engine.router import decode_params, prefill_params, transfer_id_of
+from pytest_kvconform.rigs.peers.faulty_engine import FaultyEngineHandle
 from pytest_kvconform.rigs.peers.hostile_clients import CuttingProxy, SilentListener
 from pytest_kvconform.rigs.peers.messages import EngineObservation, RankObservation
-from pytest_kvconform.rigs.peers.stepping import (
-    BLOCK,
-    DeadlinePassed,
-    PeerEngineHandle,
-    RunningScenario,
-    SteppedEngine,
-    Steps,
-    until,
-    until_computed,
-)
 from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.scenario import Faults, faults_where_p_writes, tokens
 
 if TYPE_CHECKING:
     from pytest_kvconform.rigs.peers.bench import PeerBench
 
+BLOCK = 16  # tokens
+ROOM_S = 0.1  # for a full engine that has made no room before
 LENGTH = 52  # tokens of a prompt: whole blocks of 16 and a part
 AT_ONCE = 12  # requests that an engine holds at once
 # The first of the 8 hexadecimal digits that a server adds to the id of a request.
@@ -46,6 +42,38 @@ NO_FAULTS = "needs a connector that moves bytes with NIXL, or that has kvconform
 NO_TRANSFER = "the connector began no transfer that could be held"
 KEEPS = "P writes what D loads, and keeps what it is writing from for longer than a lease"
 WITHIN_STEP = "D loads within the step that reads the KV, so that no step can run while a load is held"
+
+
+@dataclass(frozen=True)
+class PeerScenario:
+    """A scenario and its engines, by name. The first letter of a name is the role."""
+
+    steps: Callable[..., Steps]  # steps(engines, *its engines, *other engines) -> ScenarioObservation
+    engines: tuple[str, ...]
+    # each computes one prompt at the start; the scenario does not judge them
+    other_engines: tuple[str, ...] = ()
+    after: str = ""  # a scenario that ends before this one starts
+    beside: tuple[str, ...] = ()  # scenarios that this one needs while it runs
+    waits_for_lease: bool = False  # whether it waits for a lease to end
+    starts_early: bool = False  # while engines of other scenarios are still being started: it waits longest
+
+
+def together(every: dict[str, PeerScenario], names: Iterable[str]) -> dict[str, PeerScenario]:
+    """Return those of the scenarios that run where these do, by name, in the order of `every`: they
+    themselves, those that each comes after, and those beside it. Names that `every` lacks are left out.
+    """
+    found, todo = set[str](), every.keys() & names
+    while todo:
+        found |= todo
+        needed = {one for name in todo for one in (every[name].after, *every[name].beside) if one}
+        todo = needed - found
+    return {name: scenario for name, scenario in every.items() if name in found}
+
+
+class PeerEngineHandle(FaultyEngineHandle):
+    """A handle on `process.PeerEngineProcess`."""
+
+    target = "pytest_kvconform.rigs.peers.process:serve"
 
 
 def prompt_length(context: RunContext) -> int:
@@ -105,13 +133,42 @@ class ScenarioObservation:
     log: tuple[str, ...] = ()  # exceptions that its engines wrote to their logs
 
 
+def until_computed(engine: Engine, request: ByteRequest, seconds: float, release_s: float) -> Steps:
+    """Wait until an engine has computed the prompt of a request. Returns why it has not, or "".
+
+    `seconds`: at most. `release_s`: at most, while fewer blocks are free than the prompt has, since other
+    requests keep them. An engine that has kept them for so long is given ROOM_S the next time.
+    """
+
+    def computed() -> bool:
+        return request.id in engine.ends
+
+    deadline = engine.deadline(seconds)
+    room_s = ROOM_S if engine.full else min(seconds, release_s)
+    if (yield from until(computed, engine.deadline(room_s))):
+        engine.full = False
+        return ""
+    length, usage = len(request.tokens), (yield from engine.call("usage"))
+    waits = not any(request.id in group for group in usage.group_requests)
+    if waits and usage.free_blocks * BLOCK < length:
+        engine.full = True
+        return (
+            f"{engine.name[0]} had no room for a prompt of {length} tokens within {room_s:.3g} s: "
+            f"{usage.free_blocks} of {usage.total_blocks} blocks are free, and it has {len(usage.requests)} "
+            f"requests: {', '.join(usage.requests[:4])}"
+        )
+    if (yield from until(computed, deadline)):
+        return ""
+    return f"{engine.name[0]} did not compute a prompt of {length} tokens within {seconds:.0f} s"
+
+
 class ScenarioEngines:
     """The engines of one cell while its scenarios run."""
 
     def __init__(self, bench: PeerBench, cell: Cell, limits: Deadlines, lease_s: float):
         self.bench, self.cell, self.limits, self.lease_s = bench, cell, limits, lease_s
-        self.by_name: dict[str, SteppedEngine] = {}
-        self.running: dict[str, RunningScenario] = {}
+        self.by_name: dict[str, Engine] = {}
+        self.running: dict[str, Script] = {}
         self.silent_listeners: list[SilentListener] = []
         self.proxies: list[CuttingProxy] = []
         self.of_p: set[str] = set()  # requests of D with held transfers that P began
@@ -124,16 +181,16 @@ class ScenarioEngines:
         self._suffixes = itertools.count()  # what a server adds to the router's id of a request
         self._added: dict[int, float] = {}  # number of a prompt -> when P's request was added
 
-    def start(self, name: str, after: str = "") -> SteppedEngine:
+    def start(self, name: str, after: str = "") -> Engine:
         """Start an engine. `after`: an engine that has ended, whose ports the new one gets."""
         context = self.bench.context
         spec = self._specs[name] = self._specs[after] if after else self.bench.spec(name, self.cell)
         full, waits = f"{self.cell}-{name}-{context.next_name()}", (call_deadline(context), self.limits.start)
         handle = PeerEngineHandle(context.address, full, spec, *waits, context.hung_in)
-        engine = self.by_name[name] = SteppedEngine(name, handle)
+        engine = self.by_name[name] = Engine(name, handle)
         return engine
 
-    def all(self) -> list[SteppedEngine]:
+    def all(self) -> list[Engine]:
         """Every engine that was started so far. Listeners and proxies read what they have received."""
         for one in self._doors():
             one.receive()
@@ -200,7 +257,7 @@ class ScenarioEngines:
         context = self.bench.context
         return prefill_params(decoder.handover, context.next_name(), decoder, context.address)
 
-    def prefill(self, p: SteppedEngine, length: int = 0, chosen: str = "") -> Steps:
+    def prefill(self, p: Engine, length: int = 0, chosen: str = "") -> Steps:
         """Let P compute a new prompt to hand over, see `make_request`. Returns PrefillResult."""
         request = self.make_request(self.new_prompt(), "p", self.prefill_params(), length, chosen)
         added = self._added[request.number] = time.monotonic()
@@ -209,13 +266,13 @@ class ScenarioEngines:
         if why := (yield from until_computed(p, request, self.limits.request, release_s)):
             raise DeadlinePassed(why)
         trace = yield from p.call("trace", request.id)
-        spec, returned = p.handle.spec, p.outputs[request.id][0].kv_transfer_params
+        spec, returned = p.spec, p.ends[request.id].output.kv_transfer_params
         transfer_id, zygote = transfer_id_of(request.kv_transfer_params), self.bench.context.address
         params = decode_params(spec.handover, transfer_id, spec, returned, zygote)
         return PrefillResult(request.id, request.number, params, trace, added)
 
     def add_decode(
-        self, d: SteppedEngine, prefill: PrefillResult | None, params: dict[str, Any] | None = None
+        self, d: Engine, prefill: PrefillResult | None, params: dict[str, Any] | None = None
     ) -> Steps:
         """Add D's request for a prompt that P has computed, or for a new prompt. Returns ByteRequest."""
         number = prefill.number if prefill else self.new_prompt()
@@ -225,11 +282,11 @@ class ScenarioEngines:
         yield from d.call("add", request)
         return request
 
-    def finish_decode(self, d: SteppedEngine, request: ByteRequest, added: float) -> Steps:
+    def finish_decode(self, d: Engine, request: ByteRequest, added: float) -> Steps:
         """Wait for the end of a request of D. Returns DecodeResult."""
         deadline = self._deadlines.get(request.id) or d.deadline(self.limits.request)
-        yield from until(lambda: request.id in d.outputs, deadline)
-        output, ended, waited = d.outputs.get(request.id, (None, time.monotonic(), d.core_wait()))
+        yield from until(lambda: request.id in d.ends, deadline)
+        output, ended, waited = d.ends.get(request.id, (None, time.monotonic(), d.core_wait()))
         waited -= self._core_waits.get(request.id, waited)
         trace = yield from d.call("trace", request.id)
         checks = yield from d.call("pop_checks", request.id)
@@ -237,16 +294,14 @@ class ScenarioEngines:
         finish = (output.finish or "") if output else ""
         return DecodeResult(request.id, prefill_added, added, ended, finish, trace, checks, waited)
 
-    def decode(
-        self, d: SteppedEngine, prefill: PrefillResult | None, params: dict[str, Any] | None = None
-    ) -> Steps:
+    def decode(self, d: Engine, prefill: PrefillResult | None, params: dict[str, Any] | None = None) -> Steps:
         """Add D's request for a prompt and wait for its end. Returns DecodeResult."""
         added = time.monotonic()
         request = yield from self.add_decode(d, prefill, params)
         return (yield from self.finish_decode(d, request, added))
 
     def decode_all(
-        self, d: SteppedEngine, wanted: dict[str, tuple[PrefillResult | None, dict[str, Any] | None]]
+        self, d: Engine, wanted: dict[str, tuple[PrefillResult | None, dict[str, Any] | None]]
     ) -> Steps:
         """`decode` of several requests, added one right after the other. Returns name -> DecodeResult."""
         added, requests = time.monotonic(), {}
@@ -261,8 +316,8 @@ class ScenarioEngines:
 
     def add_decode_with_faults(
         self,
-        p: SteppedEngine,
-        d: SteppedEngine,
+        p: Engine,
+        d: Engine,
         prefill: PrefillResult,
         faults: Faults,
         at_once: bool = False,
@@ -278,13 +333,13 @@ class ScenarioEngines:
         if faults.hold and any(map(loaded_within_step, (yield from d.call("all_traces")).values())):
             return WITHIN_STEP
         yield from d.call("set_faults" if at_once else "set_faults_of_next_load", (faults,))
-        yield from p.call("set_faults", faults_where_p_writes((faults,), p.handle.ranks, d.handle.ranks))
+        yield from p.call("set_faults", faults_where_p_writes((faults,), p.ranks, d.ranks))
         added = time.monotonic()
         request = yield from self.add_decode(d, prefill)
-        ranks, begun, deadline = faults.ranks or range(d.handle.ranks), False, d.deadline(self.limits.release)
+        ranks, begun, deadline = faults.ranks or range(d.ranks), False, d.deadline(self.limits.release)
         within = over = False  # a connector may load some requests within a step, and others between steps
         while not (begun or within or over):
-            over = deadline.over() or request.id in d.outputs
+            over = deadline.over() or request.id in d.ends
             reports = yield from d.call("fault_reports")
             if any(report.changed for report in (yield from p.call("fault_reports"))):
                 self.of_p.add(request.id)
@@ -297,13 +352,13 @@ class ScenarioEngines:
             yield from self.finish_decode(d, request, added)
         return WITHIN_STEP if within else (request, added) if begun else NO_TRANSFER
 
-    def start_held_transfers(self, p: SteppedEngine, d: SteppedEngine, request: ByteRequest) -> Steps:
+    def start_held_transfers(self, p: Engine, d: Engine, request: ByteRequest) -> Steps:
         """Begin what is held on P and on D. The deadline of D's request begins now: it was held before."""
         for engine in (p, d):
             yield from engine.call("start_held_transfers")
         self._deadlines[request.id] = d.deadline(self.limits.request)
 
-    def wait_until_empty(self, engine: SteppedEngine) -> Steps:
+    def wait_until_empty(self, engine: Engine) -> Steps:
         """Wait until an engine is empty, or until its deadline to free blocks. Returns Usage."""
         deadline = engine.deadline(self.limits.release)
         while True:
@@ -313,7 +368,7 @@ class ScenarioEngines:
                 return usage
             yield
 
-    def wait_until_gone(self, engine: SteppedEngine, request_id: str, seconds: float) -> Steps:
+    def wait_until_gone(self, engine: Engine, request_id: str, seconds: float) -> Steps:
         """Wait until an engine holds nothing of a request. Returns when; 0.0: not within `seconds`."""
         deadline = engine.deadline(seconds)
         while (yield from engine.call("holds", request_id)):
@@ -322,7 +377,7 @@ class ScenarioEngines:
             yield
         return time.monotonic()
 
-    def wait_until_freed(self, p: SteppedEngine, prefill: PrefillResult, seconds: float) -> Steps:
+    def wait_until_freed(self, p: Engine, prefill: PrefillResult, seconds: float) -> Steps:
         """Wait until P no longer holds a request, and another one has overwritten its blocks.
 
         Returns when P no longer held it; 0.0: not within `seconds`.
@@ -334,7 +389,7 @@ class ScenarioEngines:
             yield
         return freed
 
-    def too_slow(self, p: SteppedEngine, d: SteppedEngine, waited: float = math.inf) -> str:
+    def too_slow(self, p: Engine, d: Engine, waited: float = math.inf) -> str:
         """Return why a lease cannot be tested, or "".
 
         Engines took no step for a good part of the lease, so that no heartbeat was sent or read. `waited`:

@@ -8,6 +8,8 @@ import os
 import time
 from dataclasses import replace
 
+from pytest_kvconform.rigs.cluster.engine import Engine, Steps
+from pytest_kvconform.rigs.cluster.loop import let_run, pause, until
 from pytest_kvconform.rigs.peers.hostile_clients import (
     CuttingProxy,
     HostileClient,
@@ -20,14 +22,19 @@ from pytest_kvconform.rigs.peers.hostile_clients import (
 )
 from pytest_kvconform.rigs.peers.rank_scenarios import SCENARIOS as OF_RANKS
 from pytest_kvconform.rigs.peers.rank_scenarios import two_peers, two_readers, two_samples
-from pytest_kvconform.rigs.peers.scenario_engines import HELD, KEEPS, ScenarioEngines, ScenarioObservation
+from pytest_kvconform.rigs.peers.scenario_engines import (
+    HELD,
+    KEEPS,
+    PeerScenario,
+    ScenarioEngines,
+    ScenarioObservation,
+)
 from pytest_kvconform.rigs.peers.sleeping_peer import (
     first_load,
     restarted_peer,
     shutdown_during_load,
     sleeping_peer,
 )
-from pytest_kvconform.rigs.peers.stepping import PeerScenario, SteppedEngine, Steps, let_run, pause, until
 from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.processes.ports import free_port
 
@@ -49,7 +56,7 @@ NO_PORT = "its kv_transfer_params name no port on which P listens"
 # ---- P cannot be reached -----------------------------------------------------------------------------------
 
 
-def prefill_elsewhere(engines: ScenarioEngines, other: SteppedEngine, *names: str) -> Steps:
+def prefill_elsewhere(engines: ScenarioEngines, other: Engine, *names: str) -> Steps:
     """Let another engine compute prompts, whose params are then changed.
 
     Returns name -> PrefillResult, and the engine's ports.
@@ -61,9 +68,7 @@ def prefill_elsewhere(engines: ScenarioEngines, other: SteppedEngine, *names: st
     return bad, listening_ports(other.handle.process.pid)
 
 
-def unreachable_peer(
-    engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine, other: SteppedEngine
-) -> Steps:
+def unreachable_peer(engines: ScenarioEngines, p: Engine, d: Engine, other: Engine) -> Steps:
     """For two of four requests no process listens on the port that their params name. Both fail at once.
 
     Another request is from a peer that D has met.
@@ -80,7 +85,7 @@ def unreachable_peer(
     return ScenarioObservation({"met": met, **decodes, "after": after})
 
 
-def silent_peer(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine, other: SteppedEngine) -> Steps:
+def silent_peer(engines: ScenarioEngines, p: Engine, d: Engine, other: Engine) -> Steps:
     """For one of three requests the port that its params name accepts connections and never answers.
 
     Another request is from a peer that D has not met.
@@ -98,7 +103,7 @@ def silent_peer(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine, ot
     return ScenarioObservation({**decodes, "after": after}, numbers={"heard": len(listener.received)})
 
 
-def stopped_peer(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) -> Steps:
+def stopped_peer(engines: ScenarioEngines, p: Engine, d: Engine) -> Steps:
     """P's process is stopped while D meets it, and again while D reads from it.
 
     The third load is undisturbed.
@@ -123,7 +128,7 @@ def stopped_peer(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) -
     return ScenarioObservation(decodes, numbers=numbers)
 
 
-def another_model(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) -> Steps:
+def another_model(engines: ScenarioEngines, p: Engine, d: Engine) -> Steps:
     """P hands over to a D like itself, and to D's that differ in one of `OTHERS`, which changes no size."""
     decodes = {"same": (yield from engines.decode(d, (yield from engines.prefill(p))))}
     for what in OTHERS[:1] if engines.bench.context.settings.matrix == "quick" else OTHERS:
@@ -136,7 +141,7 @@ def another_model(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) 
 # ---- leases ------------------------------------------------------------------------------------------------
 
 
-def lease_ends_before_load(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) -> Steps:
+def lease_ends_before_load(engines: ScenarioEngines, p: Engine, d: Engine) -> Steps:
     """D's request is added when its lease is over and P has overwritten its blocks.
 
     A P that has freed them before may have a copy. Then D loads another prompt ("early"), whose blocks P has
@@ -158,7 +163,7 @@ def lease_ends_before_load(engines: ScenarioEngines, p: SteppedEngine, d: Steppe
     return ScenarioObservation(decodes, {"late": prefill}, numbers={"freed": freed, "known": known})
 
 
-def lease_ends_during_load(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) -> Steps:
+def lease_ends_during_load(engines: ScenarioEngines, p: Engine, d: Engine) -> Steps:
     """D takes no step during a load, until the lease is over and P has overwritten the blocks.
 
     Then D goes on.
@@ -185,7 +190,7 @@ def lease_ends_during_load(engines: ScenarioEngines, p: SteppedEngine, d: Steppe
     return ScenarioObservation(decodes, {"late": prefill}, numbers={"freed": freed, "of_p": of_p})
 
 
-def queued_past_lease(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) -> Steps:
+def queued_past_lease(engines: ScenarioEngines, p: Engine, d: Engine) -> Steps:
     """Three requests of D wait in the queue for longer than a lease before they are scheduled. The id of the
     second one has characters that separate words.
 
@@ -193,7 +198,7 @@ def queued_past_lease(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngi
     `numbers`: "behind": when P no longer held that prompt; 0.0: P still holds it.
     """
     if "loading_past_lease" in engines.running:  # D meets P there
-        yield from until(lambda: d.outputs, d.deadline(engines.limits.request))
+        yield from until(lambda: d.ends, d.deadline(engines.limits.request))
     else:
         yield from engines.decode(d, (yield from engines.prefill(p)))
     prefills, requests, decodes = {}, {}, {}
@@ -216,7 +221,7 @@ def queued_past_lease(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngi
     return ScenarioObservation(decodes, prefills, numbers={"behind": freed}, too_slow=too_slow)
 
 
-def loading_past_lease(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) -> Steps:
+def loading_past_lease(engines: ScenarioEngines, p: Engine, d: Engine) -> Steps:
     """D's load takes longer than a lease."""
     yield from engines.decode(d, (yield from engines.prefill(p)))
     prefill = yield from engines.prefill(p)
@@ -232,7 +237,7 @@ def loading_past_lease(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEng
     return ScenarioObservation({"loading": decode}, {"loading": prefill}, too_slow=too_slow)
 
 
-def cut_connections(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) -> Steps:
+def cut_connections(engines: ScenarioEngines, p: Engine, d: Engine) -> Steps:
     """Connections of D to a P that it has not met are reset; then D reaches this P.
 
     `numbers`: moment -> connections that were cut, and how many requests failed before one reached P.
@@ -260,7 +265,7 @@ def cut_connections(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine
 # ---- malformed messages ------------------------------------------------------------------------------------
 
 
-def garbage_messages(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) -> Steps:
+def garbage_messages(engines: ScenarioEngines, p: Engine, d: Engine) -> Steps:
     """A client that is no peer sends a thousand malformed messages to P's ports.
 
     Then a D that has not met P loads from P. If it does not, and they waited for a core meanwhile or its

@@ -11,6 +11,8 @@ import time
 from functools import partial
 
 from pytest_kvconform.rigs.bytes.specs import ports_of
+from pytest_kvconform.rigs.cluster.engine import Engine, Steps
+from pytest_kvconform.rigs.cluster.loop import let_run, pause, until
 from pytest_kvconform.rigs.context import Deadlines
 from pytest_kvconform.rigs.engine.messages import LOADING
 from pytest_kvconform.rigs.peers.scenario_engines import (
@@ -19,7 +21,6 @@ from pytest_kvconform.rigs.peers.scenario_engines import (
     ScenarioObservation,
     loaded_within_step,
 )
-from pytest_kvconform.rigs.peers.stepping import SteppedEngine, Steps, let_run, pause, until
 from pytest_kvconform.rigs.processes.ports import keep_again
 
 LIMIT, ABORT = "time_limit", "abort"  # why D no longer needs the load
@@ -32,7 +33,7 @@ BACK_OFF_S = 10.0  # for which D may compute what it could load, after a failure
 BETWEEN_S = 0.5  # two prompts of such a D
 
 
-def sleeping_peer(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) -> Steps:
+def sleeping_peer(engines: ScenarioEngines, p: Engine, d: Engine) -> Steps:
     """P's process is stopped during a load of D. D aborts the request, or the load passes its time limit.
 
     Other requests of D get blocks as soon as they are free, and write them. Then P goes on, and D's pool is
@@ -71,7 +72,7 @@ def sleeping_peer(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) 
     return ScenarioObservation(decodes, audits=audits, numbers=numbers)
 
 
-def shutdown_during_load(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) -> Steps:
+def shutdown_during_load(engines: ScenarioEngines, p: Engine, d: Engine) -> Steps:
     """P's process is stopped during a load of D, and D shuts down. Then P goes on. It may end: over TCP NIXL
     aborts a process that still sends to an agent which is gone (docs/findings.md).
 
@@ -92,7 +93,7 @@ def shutdown_during_load(engines: ScenarioEngines, p: SteppedEngine, d: SteppedE
         p.resume()
         d.resume()
         return ScenarioObservation(decodes, unsupported=IN_STEP)
-    ended, trace = request.id in d.outputs, (yield from d.call("trace", request.id))
+    ended, trace = request.id in d.ends, (yield from d.call("trace", request.id))
     loading = bool(trace.external_tokens) and trace.status == LOADING and not ended
     numbers = {"loading": float(loading), "ended": float(ended)}
     if not loading:
@@ -117,9 +118,7 @@ def shutdown_during_load(engines: ScenarioEngines, p: SteppedEngine, d: SteppedE
     return ScenarioObservation(decodes, numbers=numbers, raised=ending.answer or "")
 
 
-def restarted_peer(
-    engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine, stranger: SteppedEngine
-) -> Steps:
+def restarted_peer(engines: ScenarioEngines, p: Engine, d: Engine, stranger: Engine) -> Steps:
     """P is stopped during a load and killed, and another engine is started on its ports.
 
     D has met the old one, and the stranger has met neither.
@@ -152,7 +151,7 @@ def restarted_peer(
     return ScenarioObservation(decodes)
 
 
-def first_load(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) -> Steps:
+def first_load(engines: ScenarioEngines, p: Engine, d: Engine) -> Steps:
     """Let P hand prompts over until D does not compute one itself, for BACK_OFF_S at most.
 
     After a failure a connector may leave a peer, or an address, alone for a while. Returns DecodeResult of
@@ -166,7 +165,7 @@ def first_load(engines: ScenarioEngines, p: SteppedEngine, d: SteppedEngine) -> 
         yield from pause(BETWEEN_S)
 
 
-def _load(engines: ScenarioEngines, d: SteppedEngine) -> Steps:
+def _load(engines: ScenarioEngines, d: Engine) -> Steps:
     """Let D load until its threads or NIXL have begun to read.
 
     A connector's patience with P, and the limit of a load (LOAD_S), end by the clock. This ends before.
@@ -175,13 +174,13 @@ def _load(engines: ScenarioEngines, d: SteppedEngine) -> Steps:
     yield from let_run(seconds, d, most=1.5 * seconds)
 
 
-def _begins_load(d: SteppedEngine, request_id: str, seconds: float) -> Steps:
+def _begins_load(d: Engine, request_id: str, seconds: float) -> Steps:
     """Wait until D has begun to load a request, or the request has ended, or D stands in a step.
 
     Returns D's `Trace` of a load that has begun, else None.
     """
     deadline = d.deadline(seconds)
-    while request_id not in d.outputs and not deadline.over():
+    while request_id not in d.ends and not deadline.over():
         trace = d.queue("trace", request_id)
         if not (yield from until(partial(getattr, trace, "done"), deadline)):
             return None
@@ -191,7 +190,7 @@ def _begins_load(d: SteppedEngine, request_id: str, seconds: float) -> Steps:
     return None
 
 
-def _is_gone(engine: SteppedEngine, request_id: str, seconds: float) -> Steps:
+def _is_gone(engine: Engine, request_id: str, seconds: float) -> Steps:
     """Whether an engine that answers holds nothing of a request any more, within `seconds`."""
     deadline = engine.deadline(seconds)
     while not deadline.over():
@@ -204,7 +203,7 @@ def _is_gone(engine: SteppedEngine, request_id: str, seconds: float) -> Steps:
     return False
 
 
-def _overwrite(engines: ScenarioEngines, d: SteppedEngine) -> Steps:
+def _overwrite(engines: ScenarioEngines, d: Engine) -> Steps:
     """Wait until other requests have written every block that D has freed, and have ended."""
     deadline = d.deadline(engines.limits.release)
     while not (yield from d.call("overwritten")) and not deadline.over():

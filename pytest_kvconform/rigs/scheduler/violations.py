@@ -9,8 +9,8 @@ from pathlib import Path
 
 from pytest_kvconform.case_outcome import CaseEnd
 from pytest_kvconform.result import Finding, Violation, first_line, message_of
+from pytest_kvconform.rigs.cluster.control import shows_connector
 from pytest_kvconform.rigs.context import SubjectFacts
-from pytest_kvconform.rigs.engine.control import shows_connector
 from pytest_kvconform.rigs.processes.hangs import RunningHook
 from pytest_kvconform.rigs.processes.logs import text_since
 from pytest_kvconform.rigs.processes.stacks import is_hook, last_stacks, place_of_del

@@ -15,9 +15,9 @@ import msgspec
 
 from pytest_kvconform import extras
 from pytest_kvconform.result import Blocked, HarnessError, ProcessKilled
+from pytest_kvconform.rigs.cluster.pairs import note_missing
 from pytest_kvconform.rigs.context import RunContext
 from pytest_kvconform.rigs.engine.handle import WORKER_KILLED, EngineFailed
-from pytest_kvconform.rigs.engine.pairs import note_missing
 from pytest_kvconform.rigs.processes.child import ChildProcess, ForkRefused
 from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.processes.ports import free_port

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from model_matrix import Family, load_families, parse_topology
 from pytest_kvconform.result import Blocked, HarnessError, NotApplicable, blocked_by
 from pytest_kvconform.rigs.bench import Bench
+from pytest_kvconform.rigs.cluster.observation import Observation, RequestObservation
 from pytest_kvconform.rigs.context import declared_addition, declared_amount
-from pytest_kvconform.rigs.engine.observation import Observation, RequestObservation
 from pytest_kvconform.rigs.scenario import Scenario, lengthened
 from pytest_kvconform.suite._load_amount import loads as loads_kv
 from pytest_kvconform.suite._load_amount import tokens_to_add

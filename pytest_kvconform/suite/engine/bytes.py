@@ -14,7 +14,7 @@ from pytest_kvconform.kvspace.rows.draw import draw_rows
 from pytest_kvconform.kvspace.rows.window import missing_window
 from pytest_kvconform.result import Evidence, Finding, Violation, blocked_by
 from pytest_kvconform.rigs.bench import Bench
-from pytest_kvconform.rigs.engine.observation import Observation
+from pytest_kvconform.rigs.cluster.observation import Observation
 from pytest_kvconform.rigs.scenario import Scenario
 from pytest_kvconform.suite._freed_windows import require_freed_windows
 from pytest_kvconform.suite.engine._observations import completed, loads_of, moved

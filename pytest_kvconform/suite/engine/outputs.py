@@ -6,7 +6,7 @@ from model_matrix import load_families
 from pytest_kvconform.case import case
 from pytest_kvconform.result import Evidence, Finding, Violation
 from pytest_kvconform.rigs.bench import Bench
-from pytest_kvconform.rigs.engine.observation import first_difference
+from pytest_kvconform.rigs.cluster.observation import first_difference
 from pytest_kvconform.rigs.scenario import Scenario
 from pytest_kvconform.suite.engine._observations import completed, drafts, loads_of, moved, require_drafts
 from pytest_kvconform.suite.engine._scenarios import handovers, has_state

@@ -9,20 +9,15 @@ from typing import Any
 import numpy as np
 
 from pytest_kvconform.kvspace.pools.sources import Source
-from pytest_kvconform.rigs.bytes.handle import ByteEngineHandle
-from pytest_kvconform.rigs.bytes.handover import (
-    Received,
-    TransferObservation,
-    both,
-    until_finished,
-    watched,
-)
+from pytest_kvconform.rigs.bytes.handover import Received, TransferObservation, watched
 from pytest_kvconform.rigs.bytes.messages import ByteRequest, token_after
+from pytest_kvconform.rigs.cluster.engine import Engine, Steps
+from pytest_kvconform.rigs.cluster.loop import watching
+from pytest_kvconform.rigs.cluster.release import until_released
+from pytest_kvconform.rigs.cluster.turns import both, step_both, until_finished
 from pytest_kvconform.rigs.context import Deadlines
 from pytest_kvconform.rigs.engine.messages import ON_D, ON_P, Output, Trace, Usage
-from pytest_kvconform.rigs.engine.release import until_released
 from pytest_kvconform.rigs.engine.router import decode_params, prefill_params
-from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.scenario import Transfer, tokens
 
 OTHERS = 77  # seed of the tokens behind an answer
@@ -49,11 +44,11 @@ class TurnObservation(TransferObservation):
 
 
 def observe_turns(
-    transfer: Transfer, p: ByteEngineHandle, d: ByteEngineHandle, limits: Deadlines, ids: Callable[[], str]
-) -> TurnObservation:
-    """Run both turns. A failure of an engine is part of the observation."""
-    empty = TurnObservation(transfer, p.facts, d.facts, request_s=limits.request)
-    return watched(empty, p, d, lambda: _Turns(empty, p, d, limits, ids()).run())
+    p: Engine, d: Engine, transfer: Transfer, limits: Deadlines, ids: Callable[[], str]
+) -> Steps:
+    """Run both turns. A failure of an engine is part of the TurnObservation."""
+    turns = _Turns(TurnObservation(transfer, p.facts, d.facts, request_s=limits.request), p, d, limits, ids())
+    return (yield from watched(turns.observed, p, d, turns.run()))
 
 
 def prompt_of_next_turn(transfer: Transfer) -> tuple[int, ...]:
@@ -67,174 +62,175 @@ def prompt_of_next_turn(transfer: Transfer) -> tuple[int, ...]:
 class _Turns:
     """The two turns of one transfer."""
 
-    def __init__(
-        self,
-        observed: TurnObservation,
-        p: ByteEngineHandle,
-        d: ByteEngineHandle,
-        limits: Deadlines,
-        salt: str,
-    ):
+    def __init__(self, observed: TurnObservation, p: Engine, d: Engine, limits: Deadlines, salt: str):
         assert observed.transfer.turn is not None
         self.observed, self.p, self.d, self.limits, self.salt = observed, p, d, limits, salt
         self.transfer, self.turn = observed.transfer, observed.transfer.turn
         self.prompts = self.transfer.prompts[0].tokens, prompt_of_next_turn(self.transfer)
-        self.ends: dict[str, Output] = {}
 
-    def run(self) -> TurnObservation:
-        both(self.p, self.d, "poison")
-        self.d.reuse(self.transfer.reuse)  # from now on others get the blocks that D frees
-        if not (self._prefill(0, None) and self._decode(0, self.turn.answer)):
+    def run(self) -> Steps:
+        """Both turns. Returns TurnObservation."""
+        p, d = self.p, self.d
+        yield from both(p, d, "poison")
+        yield from d.call("reuse", self.transfer.reuse)  # from now on others get the blocks that D frees
+        if not ((yield from self._prefill(0, None)) and (yield from self._decode(0, self.turn.answer))):
             return self.observed
         self._note(
-            first=self.d.trace(self._name(0, ON_D)),
+            first=(yield from d.call("trace", self._name(0, ON_D))),
             answered=bool(self._returned(0, ON_D)),
-            kept=self.d.usage(),
-            on_d=self.d.source(),
+            kept=(yield from d.call("usage")),
+            on_d=(yield from d.call("source")),
         )
         if self.transfer.abort == "D" or not self.observed.answered:
-            return self._released()
-        if self.turn.late and not self._wait_until_gone():
-            return self._audited()
+            return (yield from self._released())
+        if self.turn.late and not (yield from self._wait_until_gone()):
+            return (yield from self._audited())
         if self.transfer.reuse:
-            self._step(Deadline(self.limits.release, self._watched), self.d.overwritten)
+            yield from self._step(self.limits.release, lambda: d.call("overwritten"))
         if self.turn.forgets:
-            self._forget()
+            yield from self._forget()
         self._note(asked=True)
-        went_on = self._prefill(1, self._returned(0, ON_D))
+        went_on = yield from self._prefill(1, self._returned(0, ON_D))
         name = self._name(1, ON_P)
-        end = self.ends.get(name)
+        end = self._end_of(p, name)
         self._note(
             on_p=Received(
                 name="the request of the next turn",
                 length=len(self.prompts[1]),
-                prefill=self.d.trace(self._name(0, ON_D)),
-                decode=self.p.trace(name),
+                prefill=(yield from d.call("trace", self._name(0, ON_D))),
+                decode=(yield from p.call("trace", name)),
                 finish=(end.finish or "") if end else "",
-                checks=self.p.pop_checks(name),
+                checks=(yield from p.call("pop_checks", name)),
             )
         )
         if self.observed.stuck:
             return self.observed
-        self._look_at_what_is_left(went_on)
+        # D holds nothing once P has loaded what it wanted, and P keeps its blocks for D. If P's request was
+        # aborted, P holds nothing: D may keep its blocks until its lease ends.
+        yield from self._wait_until_free(d if went_on else p)
+        left = (yield from p.call("usage")), (yield from d.call("usage"))
+        self._note(left=left, left_s=self.limits.release)
         if not went_on:
-            return self._audited()
-        decoded = end and end.finish != "error" and self._returned(1, ON_P) and self._decode(1, 1)
-        if decoded and self.ends[self._name(1, ON_D)].finish != "error":  # else P may wait for its lease
-            self._wait_until_free(self.p)
-            self._note(after=self.p.usage())
-        return self._audited()
+            return (yield from self._audited())
+        loads = end and end.finish != "error" and self._returned(1, ON_P)
+        decoded = loads and (yield from self._decode(1, 1))
+        if decoded and d.ends[self._name(1, ON_D)].output.finish != "error":  # else P may wait for its lease
+            yield from self._wait_until_free(p)
+            self._note(after=(yield from p.call("usage")))
+        return (yield from self._audited())
 
     # ---- parts ---------------------------------------------------------------------------------------------
 
-    def _prefill(self, turn: int, returned: dict[str, Any] | None) -> bool:
+    def _prefill(self, turn: int, returned: dict[str, Any] | None) -> Steps:
         """Let P compute the prompt of a turn. Returns whether its request has come to its end."""
-        name, handover = self._name(turn, ON_P), self.p.spec.handover
-        zygote = self.p.process.address
-        params = prefill_params(handover, f"{self.salt}-{turn}", self.d.spec, zygote, returned)
+        p, name, zygote = self.p, self._name(turn, ON_P), self.p.handle.process.address
+        params = prefill_params(p.spec.handover, f"{self.salt}-{turn}", self.d.spec, zygote, returned)
         if turn and self.transfer.preempt == "P":
-            self.p.budget(CHUNK, CHUNK)
-        self.p.add(self._request(turn, name, params, 1))
+            yield from p.call("budget", CHUNK, CHUNK)
+        yield from p.add(self._request(turn, name, params, 1))
         if turn and self.transfer.abort == "P":
-            self.p.step_beside(self.d)
-            self.p.abort(name)
+            yield from p.step_beside(self.d)
+            yield from p.call("abort", name)
             return False
         if turn and self.transfer.preempt == "P":
-            self._preempt(name)
-        return self._end(self.p, self.d, name)
+            yield from self._preempt(name)
+        return (yield from self._end(p, self.d, name))
 
-    def _decode(self, turn: int, count: int) -> bool:
+    def _decode(self, turn: int, count: int) -> Steps:
         """Let D load the prompt of a turn from P, and generate `count` tokens. Returns as `_prefill`."""
-        name, zygote = self._name(turn, ON_D), self.p.process.address
-        returned, spec = self._returned(turn, ON_P), self.p.spec
+        p, d, name, zygote = self.p, self.d, self._name(turn, ON_D), self.p.handle.process.address
+        returned, spec = self._returned(turn, ON_P), p.spec
         params = decode_params(spec.handover, f"{self.salt}-{turn}", spec, returned, zygote)
-        self.d.add(self._request(turn, name, params, count))
+        yield from d.add(self._request(turn, name, params, count))
         if not turn and self.transfer.abort == "D":
-            deadline = Deadline(self.limits.request, self._watched)
-            while not self.d.step_beside(self.p).outputs and not deadline.over():
-                self.p.step()
-            self.d.abort(name)
+            deadline = watching(self.limits.request, p, d)
+            while not (yield from d.step_beside(p)).outputs and not deadline.over():
+                yield from p.call("step", 0.0)
+            yield from d.call("abort", name)
             ended = True
         else:
-            ended = self._end(self.d, self.p, name)
-        end = self.ends.get(name)
+            ended = yield from self._end(d, p, name)
+        end = self._end_of(d, name)
         received = Received(
             name=f"the request of turn {turn + 1}",
             length=len(self.prompts[turn]),
-            prefill=self.p.trace(self._name(turn, ON_P)),
-            decode=self.d.trace(name),
+            prefill=(yield from p.call("trace", self._name(turn, ON_P))),
+            decode=(yield from d.call("trace", name)),
             finish=(end.finish or "") if end else "",
-            checks=self.d.pop_checks(name),
+            checks=(yield from d.call("pop_checks", name)),
         )
         self._note(requests=(*self.observed.requests, received))
         return ended
 
-    def _end(self, engine: ByteEngineHandle, peer: ByteEngineHandle, name: str) -> bool:
-        deadline = Deadline(self.limits.request, self._watched)
-        stuck = until_finished(engine, peer, [name], self.ends, deadline)
+    def _end(self, engine: Engine, peer: Engine, name: str) -> Steps:
+        stuck = yield from until_finished(engine, peer, [name], watching(self.limits.request, engine, peer))
         self._note(stuck=stuck)
         return not stuck
 
-    def _preempt(self, name: str) -> None:
+    def _preempt(self, name: str) -> Steps:
         """Preempt P's request between two chunks, and let the prefix cache lose its blocks, as it does where
         another request needs them.
         """
-        deadline, p = Deadline(self.limits.request, self._watched), self.p
-        if self._step(deadline, lambda: p.trace(name).first_computed >= 0):
-            p.preempt(name)
-        if self._step(deadline, lambda: p.trace(name).status == "PREEMPTED"):
-            p.poison()
-            self._note(preempted=True)
-        p.budget(0)
+        p, seconds = self.p, self.limits.request
 
-    def _wait_until_gone(self) -> bool:
+        def computes() -> Steps:
+            return (yield from p.call("trace", name)).first_computed >= 0
+
+        def is_preempted() -> Steps:
+            return (yield from p.call("trace", name)).status == "PREEMPTED"
+
+        if (yield from self._step(seconds, computes)):
+            yield from p.call("preempt", name)
+        if (yield from self._step(seconds, is_preempted)):
+            yield from p.call("poison")
+            self._note(preempted=True)
+        yield from p.call("budget", 0)
+
+    def _wait_until_gone(self) -> Steps:
         """Wait until D has freed its blocks, and others have them. Returns whether they do."""
-        deadline, name = Deadline(self.limits.release, self._watched), self._name(0, ON_D)
-        gone = self._step(deadline, lambda: not self.d.holds(name) and self.d.overwritten())
+        d, name = self.d, self._name(0, ON_D)
+
+        def is_gone() -> Steps:
+            return not (yield from d.call("holds", name)) and (yield from d.call("overwritten"))
+
+        gone = yield from self._step(self.limits.release, is_gone)
         self._note(gone=gone)
         return gone
 
-    def _forget(self) -> None:
+    def _forget(self) -> Steps:
         """Let P's prefix cache lose the first turn: P has to hold nothing any more."""
-        deadline = Deadline(self.limits.release, self._watched)
-        if self._step(deadline, lambda: not self.p.usage().requests):
-            self.p.poison()
 
-    def _look_at_what_is_left(self, went_on: bool) -> None:
-        """Wait until D holds nothing: P has loaded what it wanted, and keeps its blocks for D. If P's request
-        was aborted, wait until P holds nothing: D may keep its blocks until its lease ends.
-        """
-        self._wait_until_free(self.d if went_on else self.p)
-        self._note(left=(self.p.usage(), self.d.usage()), left_s=self.limits.release)
+        def is_empty() -> Steps:
+            return not (yield from self.p.call("usage")).requests
 
-    def _wait_until_free(self, engine: ByteEngineHandle) -> None:
+        if (yield from self._step(self.limits.release, is_empty)):
+            yield from self.p.call("poison")
+
+    def _wait_until_free(self, engine: Engine) -> Steps:
         """Step both engines until one holds nothing, or until time is up."""
-        deadline = Deadline(self.limits.release, self._watched)
-        self._step(deadline, lambda: not (used := engine.usage()).requests and _is_free(used))
 
-    def _released(self) -> TurnObservation:
+        def is_free() -> Steps:
+            used: Usage = yield from engine.call("usage")
+            return not used.requests and used.free_blocks == used.total_blocks
+
+        yield from self._step(self.limits.release, is_free)
+
+    def _released(self) -> Steps:
         """Wait until both hold nothing, where no hand-over follows."""
-        found = until_released(self.p, self.d, self.limits.release)
+        found = yield from until_released(self.p, self.d, self.limits.release)
         self._note(usage=found.usage, released=found, left=found.usage, left_s=found.waited_s)
-        return self._audited()
+        return (yield from self._audited())
 
-    def _audited(self) -> TurnObservation:
-        self.d.reuse(False)
-        self._note(audits=both(self.p, self.d, "audit"))
+    def _audited(self) -> Steps:
+        yield from self.d.call("reuse", False)
+        self._note(audits=(yield from both(self.p, self.d, "audit")))
         return self.observed
 
     # ---- small things --------------------------------------------------------------------------------------
 
-    def _step(self, deadline: Deadline, done: Any) -> bool:
-        """Step both engines until `done()`. Returns whether it came true in time. Outputs are kept."""
-        while not done():
-            if deadline.over():
-                return False
-            for engine, peer in ((self.d, self.p), (self.p, self.d)):
-                for output in engine.step_beside(peer).outputs:
-                    if output.finish or output.kv_transfer_params:
-                        self.ends[output.id] = output
-        return True
+    def _step(self, seconds: float, done: Callable[[], Steps]) -> Steps:
+        """Step both engines until `done()`, for so many seconds. Returns whether it came true in time."""
+        return (yield from step_both(self.d, self.p, done, watching(seconds, self.p, self.d)))
 
     def _request(self, turn: int, name: str, params: dict[str, Any] | None, count: int) -> ByteRequest:
         prompt = self.prompts[turn]
@@ -253,17 +249,12 @@ class _Turns:
     def _name(self, turn: int, side: str) -> str:
         return f"{self.salt}-{turn}-{side}"
 
-    def _returned(self, turn: int, side: str) -> dict[str, Any] | None:
-        end = self.ends.get(self._name(turn, side))
-        return end.kv_transfer_params if end else None
+    def _end_of(self, engine: Engine, name: str) -> Output | None:
+        return engine.ends[name].output if name in engine.ends else None
 
-    @property
-    def _watched(self) -> Any:
-        return tuple({self.p.process.watched, self.d.process.watched})
+    def _returned(self, turn: int, side: str) -> dict[str, Any] | None:
+        end = self._end_of(self.p if side == ON_P else self.d, self._name(turn, side))
+        return end.kv_transfer_params if end else None
 
     def _note(self, **found: Any) -> None:
         self.observed = replace(self.observed, **found)
-
-
-def _is_free(usage: Usage) -> bool:
-    return usage.free_blocks == usage.total_blocks

@@ -15,8 +15,22 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from pytest_kvconform.result import Blocked, HarnessError
+from pytest_kvconform.rigs.cluster.engine import Engine, Steps
+from pytest_kvconform.rigs.cluster.loop import watching
+from pytest_kvconform.rigs.cluster.observation import (
+    Generated,
+    Observation,
+    RequestObservation,
+    compared,
+    generated,
+    has_kv_before,
+    logprob_distance,
+    with_state,
+)
+from pytest_kvconform.rigs.cluster.release import tokens_of_others, until_released, until_saved
+from pytest_kvconform.rigs.cluster.turns import until_finished
 from pytest_kvconform.rigs.context import Deadlines
-from pytest_kvconform.rigs.engine.handle import EngineFailed, ModelEngineHandle, hook_calls, logged
+from pytest_kvconform.rigs.engine.handle import EngineFailed, hook_calls, logged
 from pytest_kvconform.rigs.engine.messages import (
     ON_D,
     Output,
@@ -28,37 +42,25 @@ from pytest_kvconform.rigs.engine.messages import (
     listed,
     request_names,
 )
-from pytest_kvconform.rigs.engine.observation import (
-    Generated,
-    Observation,
-    RequestObservation,
-    compared,
-    generated,
-    has_kv_before,
-    logprob_distance,
-    with_state,
-)
-from pytest_kvconform.rigs.engine.release import tokens_of_others, until_released, until_saved
 from pytest_kvconform.rigs.engine.router import answered_params, decode_params, prefill_params
 from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.scenario import VOCABULARY, Prompt, Scenario
 
-Pair = tuple[ModelEngineHandle, ModelEngineHandle]  # P and D
 SUBJECT, ORACLE = "subject", "oracle"
 POLL_S = 0.02  # how long D polls before P gets a step
 FLOAT32_TOLERANCE = 1e-4  # of log-probabilities, see DESIGN.md
 
 
 def observe(
+    p: Engine,
+    d: Engine,
+    *without: Engine,
     scenario: Scenario,
-    p: ModelEngineHandle,
-    d: ModelEngineHandle,
     dtype: str,
     deadlines: Deadlines,
     ids: Callable[[], str],
-    without: Pair | None = None,
-) -> Observation:
-    """Run one scenario: subject, then oracle. What fails or does not end is part of the observation.
+) -> Steps:
+    """Run one scenario: subject, then oracle. What fails or does not end is part of the Observation.
 
     `without`: of a store, P and D without the connector. The oracle uses them: the store would save and find
     what is computed in its run, too. It brings as many tokens as D has loaded in the subject's run. A state
@@ -66,9 +68,9 @@ def observe(
     """
     empty = Observation(scenario, p.facts, d.facts, request_s=deadlines.request)
     try:
-        return _observe(empty, (p, d), without, dtype, deadlines, ids)
+        return (yield from _observe(empty, (p, d), without, dtype, deadlines, ids))
     except EngineFailed as failed:
-        return replace(empty, failed=failed, calls=hook_calls(p, d))
+        return replace(empty, failed=failed, calls=hook_calls(p.handle, d.handle))
     except _OracleStuck as stuck:
         unfinished = (msgspec.structs.replace(one, run=" in the oracle's run") for one in stuck.requests)
         return replace(empty, stuck=tuple(unfinished))
@@ -84,36 +86,37 @@ class _OracleStuck(Exception):
 
 def _observe(
     base: Observation,
-    pair: Pair,
-    without: Pair | None,
+    pair: tuple[Engine, Engine],
+    without: tuple[Engine, ...],
     dtype: str,
     deadlines: Deadlines,
     ids: Callable[[], str],
-) -> Observation:
-    scenario, started = base.scenario, time.monotonic()
-    logs = [(engine, engine.begin_log()) for engine in pair]
-    hook_calls(*pair)  # those of an earlier scenario are forgotten
-    subject = _run(scenario, _Pass(*pair, SUBJECT, deadlines, ids(), is_store=without is not None))
+) -> Steps:
+    scenario, started, handles = base.scenario, time.monotonic(), [engine.handle for engine in pair]
+    logs = [(handle, handle.begin_log()) for handle in handles]
+    hook_calls(*handles)  # those of an earlier scenario are forgotten
+    subject = yield from _run(scenario, _Pass(*pair, SUBJECT, deadlines, ids(), is_store=bool(without)))
     base = replace(base, logged=logged(logs))
     if subject.stuck:
-        return replace(base, stuck=subject.stuck, calls=hook_calls(*pair))
-    released = until_released(*pair, deadlines.release)
-    base = replace(base, usage=released.usage, released=released, calls=hook_calls(*pair))
+        return replace(base, stuck=subject.stuck, calls=hook_calls(*handles))
+    released = yield from until_released(*pair, deadlines.release)
+    base = replace(base, usage=released.usage, released=released, calls=hook_calls(*handles))
     base = replace(base, seconds={"subject": time.monotonic() - started})
     if scenario.abort:
         return base
     brings = tuple(subject.decode[name].first_computed for name in subject.names) if without else ()
 
-    def oracle() -> tuple[list[Generated], list[Snapshot]]:
-        one = _Pass(*(without or pair), ORACLE, deadlines, ids(), brings=brings)
+    def oracle() -> Steps:
+        p, d = without or pair
+        one = _Pass(p, d, ORACLE, deadlines, ids(), brings=brings)
         try:
-            return _oracle(scenario, one)
+            return (yield from _oracle(scenario, one))
         except (EngineFailed, _OracleStuck) as failed:
-            if without is None:
+            if not without:
                 raise
             raise Blocked(f"the oracle's engines, which have no connector, failed: {failed}") from None
 
-    wanted = oracle()
+    wanted: tuple[list[Generated], list[Snapshot]] = yield from oracle()
     observed = tuple(
         compared(
             RequestObservation(
@@ -142,7 +145,8 @@ def _observe(
     differs = any(r.got and r.want and logprob_distance(r.got, r.want) for r in observed)
     if not (differs or scenario.measure_noise):
         return replace(base, tolerance_source="equal to the last bit")
-    noise = max(logprob_distance(a, b) for a, b in zip(wanted[0], oracle()[0], strict=True))
+    again = yield from oracle()
+    noise = max(logprob_distance(a, b) for a, b in zip(wanted[0], again[0], strict=True))
     return replace(
         base, noise=noise, tolerance=noise, tolerance_source=f"two oracle runs differ by {noise:.3g}"
     )
@@ -152,8 +156,8 @@ def _observe(
 class _Pass:
     """One pass through a scenario: by whom, and how D comes to the KV."""
 
-    p: ModelEngineHandle
-    d: ModelEngineHandle
+    p: Engine
+    d: Engine
     mode: str
     deadlines: Deadlines
     salt: str  # of the prefix caches: passes share nothing
@@ -161,12 +165,15 @@ class _Pass:
     brings: tuple[int, ...] = ()  # tokens of each prompt that the oracle brings; (): all but the last
 
 
-def _oracle(scenario: Scenario, one: _Pass) -> tuple[list[Generated], list[Snapshot]]:
-    """Of each request: what D generates after a perfect hand-over, and the KV that was handed over."""
-    run = _run(scenario, one)
+def _oracle(scenario: Scenario, one: _Pass) -> Steps:
+    """Of each request: what D generates after a perfect hand-over, and the KV that was handed over.
+
+    Returns a list of Generated, and one of Snapshot.
+    """
+    run = yield from _run(scenario, one)
     if run.stuck:
         raise _OracleStuck(run.stuck)
-    until_released(one.p, one.d, one.deadlines.release)
+    yield from until_released(one.p, one.d, one.deadlines.release)
     return [generated(run.outputs[name]) for name in run.names], [run.source[name] for name in run.names]
 
 
@@ -175,7 +182,7 @@ class _Run:
     """State of one pass through a scenario."""
 
     names: list[str]
-    outputs: dict[str, list[Output]]
+    outputs: dict[str, list[Output]] = field(default_factory=dict)  # D's
     prefill: dict[str, Trace] = field(default_factory=dict)
     decode: dict[str, Trace] = field(default_factory=dict)
     source: dict[str, Snapshot] = field(default_factory=dict)  # P's KV after the prompt
@@ -183,44 +190,44 @@ class _Run:
     stuck: tuple[Unfinished, ...] = ()
 
 
-def _run(scenario: Scenario, one: _Pass) -> _Run:
-    """One pass. Prefix caches are emptied first. Unowned blocks are poisoned."""
-    one.p.poison()
-    one.d.poison()
-    seconds = one.deadlines.request + 2 * one.p.spec.save_delay
-    deadline = Deadline(seconds, (one.p.process.watched, one.d.process.watched))
+def _run(scenario: Scenario, one: _Pass) -> Steps:
+    """One pass. Prefix caches are emptied first. Unowned blocks are poisoned. Returns _Run."""
+    yield from one.p.call("poison")
+    yield from one.d.call("poison")
+    deadline = watching(one.deadlines.request + 2 * one.p.spec.save_delay, one.p, one.d)
     if scenario.prompts[0].turn:
         earlier = tuple(Prompt(prompt.tokens[: prompt.turn]) for prompt in scenario.prompts)
-        run = _hand_over(replace(scenario, prompts=earlier), replace(one, brings=()), deadline, "-turn")
+        run: _Run = yield from _hand_over(
+            replace(scenario, prompts=earlier), replace(one, brings=()), deadline, "-turn"
+        )
         if run.stuck:
             return run
-        one.p.poison(keep_cache=True)
-        one.d.poison(keep_cache=True)
-    return _hand_over(scenario, one, deadline)
+        yield from one.p.call("poison", True)
+        yield from one.d.call("poison", True)
+    return (yield from _hand_over(scenario, one, deadline))
 
 
-def _hand_over(scenario: Scenario, one: _Pass, deadline: Deadline, word: str = "") -> _Run:
-    """Let P compute the prompts and D generate. `word`: of the requests' names."""
+def _hand_over(scenario: Scenario, one: _Pass, deadline: Deadline, word: str = "") -> Steps:
+    """Let P compute the prompts and D generate. `word`: of the requests' names. Returns _Run."""
     prompts, p, d = scenario.expanded(), one.p, one.d
-    run = _Run(request_names(f"{one.salt}-{one.mode}{word}", len(prompts), scenario.n), {})
+    run = _Run(request_names(f"{one.salt}-{one.mode}{word}", len(prompts), scenario.n))
     if not one.is_store:
-        _warm(scenario, one, run, deadline)
-    _prefill(scenario, one, run, prompts, deadline)
+        yield from _warm(scenario, one, run, deadline)
+    yield from _prefill(scenario, one, run, prompts, deadline)
     if run.stuck or scenario.abort == "prefill":
         return run
     if one.is_store:
-        until_saved(p, d, one.deadlines.release)
-        _warm(scenario, one, run, deadline)  # only now, so that P finds nothing that D has saved
+        yield from until_saved(p, d, one.deadlines.release)
+        yield from _warm(scenario, one, run, deadline)  # only now, so that P finds nothing that D has saved
         if run.stuck:
             return run
-    handed = {name: answered_params(run.outputs[name]) for name in run.names}
-    run.outputs = {name: [] for name in run.names}
+    handed = {name: answered_params(p.outputs.get(id_on_p(name), [])) for name in run.names}
     for i, (name, prompt) in enumerate(zip(run.names, prompts, strict=True)):
         source = name if scenario.n == 1 else run.names[0]
         params = None
         if one.mode == SUBJECT:
-            params = decode_params(p.spec.handover, source, p.spec, handed[source], p.process.address)
-        d.add(
+            params = decode_params(p.spec.handover, source, p.spec, handed[source], p.handle.process.address)
+        yield from d.add(
             Request(
                 id=f"{name}-{ON_D}",
                 tokens=prompt.tokens,
@@ -233,17 +240,20 @@ def _hand_over(scenario: Scenario, one: _Pass, deadline: Deadline, word: str = "
             )
         )
     if scenario.abort:
-        _abort_decode(scenario, p, d, run)
+        if scenario.abort == "loading":
+            yield from d.step_beside(p)
+        for name in run.names:
+            yield from d.call("abort", f"{name}-{ON_D}")
         return run
-    _until_finished(d, p, [f"{name}-{ON_D}" for name in run.names], run, deadline)
+    run.stuck = yield from until_finished(d, p, [f"{name}-{ON_D}" for name in run.names], deadline, POLL_S)
     for name, prompt in zip(run.names, prompts, strict=True):
-        trace = run.decode[name] = d.trace(f"{name}-{ON_D}")
+        trace = run.decode[name] = yield from d.call("trace", f"{name}-{ON_D}")
         # a request whose load failed has computed nothing, and vLLM forgets its hit
         lost = trace.computed_tokens and not trace.local_tokens
         if prompt.warm >= d.facts.block_size and lost and not run.stuck:
             raise HarnessError(f"{scenario}: D computed a prefix by itself and found nothing of it again")
-        run.target[name] = d.pop_snapshot(f"{name}-{ON_D}")
-        run.outputs[name] = run.outputs.pop(f"{name}-{ON_D}", [])
+        run.target[name] = yield from d.call("pop_snapshot", f"{name}-{ON_D}")
+        run.outputs[name] = d.outputs.get(f"{name}-{ON_D}", [])
     return run
 
 
@@ -259,23 +269,26 @@ def _brought(one: _Pass, index: int, source: Snapshot) -> Snapshot | None:
     return msgspec.structs.replace(source, tokens=tokens) if tokens > 0 else None
 
 
-def _warm(scenario: Scenario, one: _Pass, run: _Run, deadline: Deadline) -> None:
+def _warm(scenario: Scenario, one: _Pass, run: _Run, deadline: Deadline) -> Steps:
     """Let D compute prefixes of the prompts by itself, so that its own prefix cache has them. D may load what
     P has saved to a store.
     """
     for i, prompt in enumerate(prompts := scenario.expanded()):
         if tokens := prompt.warm or tokens_of_others(one.d.spec):
-            warm = _add(one.d, f"{one.salt}-warm-{i}", prompt.tokens[:tokens], one.salt)
-            _until_finished(one.d, one.p, [warm], run, deadline)
+            warm = Request(
+                id=f"{one.salt}-warm-{i}", tokens=prompt.tokens[:tokens], max_tokens=1, salt=one.salt
+            )
+            yield from one.d.add(warm)
+            run.stuck = (yield from until_finished(one.d, one.p, [warm.id], deadline, POLL_S)) or run.stuck
     if run.stuck and not one.is_store:
         raise HarnessError(f"D did not compute a prefix of {scenario} by itself: {listed(run.stuck)}")
     if prompts[0].warm or tokens_of_others(one.d.spec):
-        one.d.poison(keep_cache=True)
+        yield from one.d.call("poison", True)
 
 
 def _prefill(
     scenario: Scenario, one: _Pass, run: _Run, prompts: tuple[Prompt, ...], deadline: Deadline
-) -> None:
+) -> Steps:
     """Let P compute the prompts, all at once, and note its KV.
 
     The n samples of one prompt have one prefill.
@@ -283,7 +296,7 @@ def _prefill(
     p, d = one.p, one.d
     names = run.names if scenario.n == 1 else run.names[:1]
     has_state = any(group.kind == "state" for group in p.facts.groups)
-    p.budget(scenario.budget)
+    yield from p.call("budget", scenario.budget)
     for index, (name, prompt) in enumerate(zip(names, prompts, strict=False)):
         tokens = prompt.tokens
         if one.mode == ORACLE and has_state and len(tokens) > 1:
@@ -291,63 +304,24 @@ def _prefill(
             loads = one.brings[index : index + scenario.n]  # of the samples of this prompt
             tokens = tokens[: max(loads, default=0) or -1]
         subject = one.mode == SUBJECT
-        params = prefill_params(p.spec.handover, name, d.spec, p.process.address) if subject else None
+        zygote = p.handle.process.address
+        params = prefill_params(p.spec.handover, name, d.spec, zygote) if subject else None
         request = Request(id=id_on_p(name), tokens=tokens, max_tokens=1, salt=one.salt, watch=True)
-        p.add(msgspec.structs.replace(request, kv_transfer_params=params))
-        run.outputs[id_on_p(name)] = []
+        yield from p.add(msgspec.structs.replace(request, kv_transfer_params=params))
     if scenario.abort == "prefill":
-        p.step_beside(d)
+        yield from p.step_beside(d)
         for name in names:
-            p.abort(id_on_p(name))
-        p.budget(0)
+            yield from p.call("abort", id_on_p(name))
+        yield from p.call("budget", 0)
         return
-    _until_finished(p, d, [id_on_p(name) for name in names], run, deadline)
-    p.budget(0)
+    run.stuck = yield from until_finished(p, d, [id_on_p(name) for name in names], deadline, POLL_S)
+    yield from p.call("budget", 0)
     if run.stuck:  # P has no KV of the prompt yet
         return
     for name in names:
-        run.prefill[name] = p.trace(id_on_p(name))
-        run.outputs[name] = run.outputs.pop(id_on_p(name))
-        snapshot = p.pop_snapshot(id_on_p(name))
+        run.prefill[name] = yield from p.call("trace", id_on_p(name))
+        snapshot = yield from p.call("pop_snapshot", id_on_p(name))
         if snapshot is not None:
             run.source[name] = snapshot
     for name in run.names[len(names) :]:
         run.prefill[name], run.source[name] = run.prefill[names[0]], run.source[names[0]]
-        run.outputs[name] = []
-
-
-def _add(engine: ModelEngineHandle, name: str, tokens: tuple[int, ...], salt: str) -> str:
-    engine.add(Request(id=name, tokens=tokens, max_tokens=1, salt=salt))
-    return name
-
-
-def _until_finished(
-    engine: ModelEngineHandle, peer: ModelEngineHandle, names: list[str], run: _Run, deadline: Deadline
-) -> None:
-    """Step an engine, and its peer in between, until all requests have ended.
-
-    Requests that have not ended by the deadline are noted in `run.stuck`.
-    """
-    waiting = set(names)
-    for name in names:
-        run.outputs.setdefault(name, [])
-    while waiting:
-        for steps, beside, poll in ((engine, peer, POLL_S), (peer, engine, 0.0)):
-            for output in steps.step_beside(beside, poll).outputs if waiting else ():
-                if output.id in waiting:
-                    run.outputs[output.id].append(output)
-                    if output.finish is not None:
-                        waiting.discard(output.id)
-        if waiting and deadline.over():
-            run.stuck = tuple(Unfinished(engine.role, engine.trace(name).status) for name in sorted(waiting))
-            for name in waiting:
-                engine.abort(name)
-            return
-
-
-def _abort_decode(scenario: Scenario, p: ModelEngineHandle, d: ModelEngineHandle, run: _Run) -> None:
-    """Abort D's requests before the first step, or once their load is under way."""
-    if scenario.abort == "loading":
-        d.step_beside(p)
-    for name in run.names:
-        d.abort(f"{name}-{ON_D}")

@@ -16,10 +16,10 @@ from typing import Any, Generic, Protocol
 import msgspec
 
 from pytest_kvconform.result import Blocked, Cell, NotApplicable
+from pytest_kvconform.rigs.cluster.pairs import EnginePairs, Handle, PlaceOf
 from pytest_kvconform.rigs.context import Deadlines, RunContext, SubjectFacts
 from pytest_kvconform.rigs.engine.handle import EngineFailed
 from pytest_kvconform.rigs.engine.messages import CONV_LAYOUT, LOADING, NO_CONNECTOR, EngineFacts, Unfinished
-from pytest_kvconform.rigs.engine.pairs import EnginePairs, Handle, PlaceOf
 from pytest_kvconform.rigs.processes.stacks import OF_VLLM, Frame, is_hook, is_of_class
 from pytest_kvconform.rigs.vllm_setup.hooks import IN_STACKS
 

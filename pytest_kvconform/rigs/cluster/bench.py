@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from model_matrix import CheckpointError, ensure_checkpoint, load_families, speculative_config
 from pytest_kvconform.result import Blocked, Cell, HarnessError, blocked_by
-from pytest_kvconform.rigs.context import Deadlines, RunContext
-from pytest_kvconform.rigs.engine.control import (
+from pytest_kvconform.rigs.cluster.control import (
     REFUSAL_S,
     WITHOUT,
     Control,
@@ -16,13 +16,15 @@ from pytest_kvconform.rigs.engine.control import (
     shows_connector,
     without_connector,
 )
+from pytest_kvconform.rigs.cluster.handover import observe
+from pytest_kvconform.rigs.cluster.loop import play
+from pytest_kvconform.rigs.cluster.observation import Observation
+from pytest_kvconform.rigs.cluster.pairs import EnginePairs
+from pytest_kvconform.rigs.cluster.release import is_full
+from pytest_kvconform.rigs.context import Deadlines, RunContext
 from pytest_kvconform.rigs.engine.ends import MOMENT_S
 from pytest_kvconform.rigs.engine.handle import EngineFailed, ModelEngineHandle
-from pytest_kvconform.rigs.engine.handover import Pair, observe
 from pytest_kvconform.rigs.engine.messages import EngineFacts, EngineSpec, Leftovers
-from pytest_kvconform.rigs.engine.observation import Observation
-from pytest_kvconform.rigs.engine.pairs import EnginePairs
-from pytest_kvconform.rigs.engine.release import is_full
 from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.processes.ports import free_port
 from pytest_kvconform.rigs.scenario import Prompt, Scenario, lengthened, tokens, with_new_tokens
@@ -41,6 +43,9 @@ HANGS = 3
 # After engines have hung in so many cells, or failed without the connector, too, further cells would only
 # take long, and are not tried.
 DEAD_CELLS = 3
+
+
+Pair = tuple[ModelEngineHandle, ModelEngineHandle]  # P and D
 
 
 class EngineBench:
@@ -148,7 +153,10 @@ class EngineBench:
         without: Pair | None,
     ) -> Observation:
         dtype = load_families()[cell.family].dtype
-        return observe(scenario, p, d, dtype, deadlines, self.context.next_name, without)
+        ids = self.context.next_name
+        script = partial(observe, scenario=scenario, dtype=dtype, deadlines=deadlines, ids=ids)
+        observed: Observation = play(script, p, d, *(without or ()))
+        return observed
 
     def _engines_without(self, cell: Cell, longer: int, facts: EngineFacts) -> Pair:
         """P and D of a cell without the connector, for the oracle of a store. Raises Blocked."""

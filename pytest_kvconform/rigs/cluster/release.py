@@ -12,13 +12,13 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from pytest_kvconform.kv_config import TURN_S
+from pytest_kvconform.rigs.cluster.engine import Engine, Steps
+from pytest_kvconform.rigs.cluster.loop import until, watching
 from pytest_kvconform.rigs.engine.handle import EngineHandle
 from pytest_kvconform.rigs.engine.messages import EngineSpec, Usage
-from pytest_kvconform.rigs.processes.cores import Deadline
 
 # For engines that have kept something before. D's lease for a next turn ends; a release takes milliseconds.
 SOON_S = TURN_S + 0.05
-PAUSE_S = 0.001
 
 
 class Release(NamedTuple):
@@ -29,52 +29,53 @@ class Release(NamedTuple):
     waited_s: float  # at most
 
 
-def until_released(p: EngineHandle, d: EngineHandle, seconds: float, p_may_keep: bool = False) -> Release:
+def until_released(p: Engine, d: Engine, seconds: float, p_may_keep: bool = False) -> Steps:
     """Step both engines until neither holds anything that is not known to be kept, or until time is up.
 
-    `p_may_keep`: what P holds is not waited for.
+    `p_may_keep`: what P holds is not waited for. Returns Release.
     """
-    began, seconds = time.monotonic(), seconds_to_wait(p, seconds)
-    deadline = Deadline(seconds, (p.process.watched, d.process.watched))
+    began, seconds = time.monotonic(), seconds_to_wait(p.handle, seconds)
+    deadline = watching(seconds, p, d)
     while True:
-        d.step_beside(p)
-        p.step_beside(d)
-        usage = p.usage(), d.usage()
-        of_p, of_d = map(_holds_no_more, usage, p.kept or (None, None))
+        yield from d.step_beside(p)
+        yield from p.step_beside(d)
+        usage = (yield from p.call("usage")), (yield from d.call("usage"))
+        of_p, of_d = map(_holds_no_more, usage, p.handle.kept or (None, None))
         if of_d and (of_p or p_may_keep):
             break
         if deadline.over():
-            note_kept(p, usage, seconds)
+            note_kept(p.handle, usage, seconds)
             break
-        time.sleep(PAUSE_S)
+        yield
     return Release(usage, time.monotonic() - began, seconds)
 
 
 def until_quiet(
-    p: EngineHandle, d: EngineHandle, seconds: float, mine: frozenset[str], pending: Callable[[], bool]
-) -> Release:
-    """Step both engines until D holds nothing, P none of the requests `mine`, and nothing is `pending`."""
-    began, deadline = time.monotonic(), Deadline(seconds, (p.process.watched, d.process.watched))
+    p: Engine, d: Engine, seconds: float, mine: frozenset[str], pending: Callable[[], Steps]
+) -> Steps:
+    """Step both engines until D holds nothing, P none of the requests `mine`, and nothing is `pending`.
+
+    Returns Release.
+    """
+    began, deadline = time.monotonic(), watching(seconds, p, d)
     while True:
-        d.step()
-        p.step()
-        usage = p.usage(), d.usage()
+        yield from d.call("step", 0.0)
+        yield from p.call("step", 0.0)
+        usage = (yield from p.call("usage")), (yield from d.call("usage"))
         free = usage[1].free_blocks == usage[1].total_blocks and not usage[1].unfinished
         held = bool(mine & set(usage[0].requests))
-        if (free and not held and not pending()) or deadline.over():
+        if (free and not held and not (yield from pending())) or deadline.over():
             if held or not free:
-                note_kept(p, usage, seconds)
+                note_kept(p.handle, usage, seconds)
             return Release(usage, time.monotonic() - began, seconds)
 
 
-def until_saved(p: EngineHandle, d: EngineHandle, seconds: float) -> None:
+def until_saved(p: Engine, d: Engine, seconds: float) -> Steps:
     """Step both engines of a store until saves in the background hold no blocks, and wait for its
     `save_delay`.
     """
-    until_released(p, d, seconds)
-    deadline = Deadline(p.spec.save_delay, (p.process.watched, d.process.watched))
-    while not deadline.over():
-        time.sleep(PAUSE_S)
+    yield from until_released(p, d, seconds)
+    yield from until(lambda: False, watching(p.spec.save_delay, p, d))
 
 
 def tokens_of_others(spec: EngineSpec) -> int:

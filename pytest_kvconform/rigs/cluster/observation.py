@@ -13,10 +13,10 @@ import numpy as np
 
 from pytest_kvconform.kvspace.rows.compare import Due, RowComparison, compare_rows, compare_state
 from pytest_kvconform.result import HookCall
+from pytest_kvconform.rigs.cluster.release import Release
 from pytest_kvconform.rigs.engine.handle import EngineFailed
 from pytest_kvconform.rigs.engine.kv_access import POISON
 from pytest_kvconform.rigs.engine.messages import EngineFacts, Output, Snapshot, Trace, Unfinished, Usage
-from pytest_kvconform.rigs.engine.release import Release
 from pytest_kvconform.rigs.scenario import Scenario
 
 
