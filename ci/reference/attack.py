@@ -42,8 +42,8 @@ from bench_transfer import engines
 from model_matrix import load_geometries
 from pytest_kvconform.rigs.bench import launch_zygote, wait_for_zygote
 from pytest_kvconform.rigs.bytes.messages import ByteRequest
+from pytest_kvconform.rigs.cluster.peers.hostile_clients import malformed_messages
 from pytest_kvconform.rigs.engine.messages import PREFILL
-from pytest_kvconform.rigs.peers.hostile_clients import malformed_messages
 from pytest_kvconform.rigs.scenario import tokens
 from reference_connector.messages import (
     VERSION,

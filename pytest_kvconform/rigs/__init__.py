@@ -1,17 +1,17 @@
 """The rigs: what cases run on. Each rig is a room (folder); all rigs use two more rooms.
 
-    processes  <-  vllm_setup  <-  engine  <-  bytes  <-  peers, scheduler  <-  bench.py
+    processes  <-  vllm_setup  <-  engine  <-  bytes  <-  cluster  <-  scheduler  <-  bench.py
                              engine  <-  canary  <-  serving  <-  bench.py
 
-A room imports rooms to its left, never to its right; peers and scheduler do not import each other.
+A room imports rooms to its left, never to its right.
 
 | room | what it has |
 |---|---|
 | `processes` | the zygote (fork server), its children, ports, logs; knows nothing of vLLM |
 | `vllm_setup` | all that changes with a vLLM version: overrides, engine configuration, hooks, cache specs |
-| `engine` | the engine rig: two real vLLM engines with tiny checkpoints, compared with an oracle hand-over |
-| `bytes` | the byte rig: engines without a model, whose KV cache holds words that tell their own address |
-| `peers` | the peer rig: byte engines with faults of the transport, steps on demand, hostile clients |
+| `engine` | one engine process with a tiny checkpoint, and what all engine processes have in common |
+| `bytes` | one engine process without a model: its KV cache holds words that tell their own address |
+| `cluster` | engines by name and the scripts that drive them: hand-overs, faults, peers |
 | `scheduler` | the scheduler rig: vLLM's scheduler, the scheduler half, and scripted worker reports |
 | `canary` | tiny models that are taught answers, on a real engine |
 | `serving` | the serving rig: OpenAI-compatible servers, a router, and questions that lm-eval asks |
@@ -21,6 +21,7 @@ A room imports rooms to its left, never to its right; peers and scheduler do not
 | `bench` | what a case is given: one bench for each rig |
 | `context` | settings, subject, deadlines, addresses and names, handed down to every bench |
 | `scenario` | what is handed over, as data |
+| `tap` | the one way to put a function around a hook of a connector |
 | `hook_calls` | the last calls of a connector's hooks, for the timeline of a finding |
 | `missing` | what an environment lacks, told by an exception of a start |
 | `services` | servers that the connector needs: their ports, their start, their end |

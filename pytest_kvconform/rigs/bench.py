@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pytest_kvconform.result import Blocked, Cell, HookCall
-from pytest_kvconform.rigs.bytes.bench import ByteBench
-from pytest_kvconform.rigs.cluster.bench import EngineBench
+from pytest_kvconform.rigs.cluster.byte_bench import ByteBench
+from pytest_kvconform.rigs.cluster.fault_bench import FaultBench
+from pytest_kvconform.rigs.cluster.model_bench import EngineBench
+from pytest_kvconform.rigs.cluster.peers.bench import PeerBench
 from pytest_kvconform.rigs.context import RunContext, SubjectFacts
 from pytest_kvconform.rigs.launch import Zygote, launch_zygote, start_zygote, wait_for_zygote
 from pytest_kvconform.rigs.nodes import Nodes
-from pytest_kvconform.rigs.peers.bench import PeerBench
-from pytest_kvconform.rigs.peers.fault_bench import FaultBench
 from pytest_kvconform.rigs.probe_subject import BadSubject, probe_subject
 from pytest_kvconform.rigs.processes import author_hook
 from pytest_kvconform.rigs.processes.marks import Marks

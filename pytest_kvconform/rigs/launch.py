@@ -36,8 +36,8 @@ ENGINE_MODULES = ("pytest_kvconform.rigs.engine.model_engine", "pytest_kvconform
 GEOMETRY_MODULES = (
     "pytest_kvconform.rigs.bytes.process",
     "pytest_kvconform.rigs.bytes.worker",
-    "pytest_kvconform.rigs.bytes.bench",
-    "pytest_kvconform.rigs.peers.process",
+    "pytest_kvconform.rigs.cluster.byte_bench",
+    "pytest_kvconform.rigs.bytes.faulty.peer",
     "pytest_kvconform.rigs.scheduler.host",
     "pytest_kvconform.rigs.scheduler.fake_connector",
     "pytest_kvconform.rigs.scheduler.store_engine",

@@ -94,7 +94,7 @@ class Faults(msgspec.Struct, frozen=True, kw_only=True):
     """What the transport of one engine does wrong. The default: nothing.
 
     An engine may get several of these records; for each transfer the first one that fits holds. A round of a
-    transfer is one question for its state, see peers/faulty_nixl.py.
+    transfer is one question for its state, see bytes/faulty/nixl.py.
     """
 
     ranks: tuple[int, ...] = ()  # tensor parallel ranks that it is for; empty: all

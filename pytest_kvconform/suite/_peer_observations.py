@@ -11,9 +11,13 @@ from pytest_kvconform.kvspace.pools.diagnose import count_pool, diagnose_pool
 from pytest_kvconform.kvspace.pools.draw import draw_pool
 from pytest_kvconform.result import Blocked, Cell, Evidence, Finding, HarnessError, NotApplicable, Violation
 from pytest_kvconform.rigs.bench import Bench
-from pytest_kvconform.rigs.peers.bench import seconds
-from pytest_kvconform.rigs.peers.messages import EngineObservation
-from pytest_kvconform.rigs.peers.scenario_engines import NO_TRANSFER, DecodeResult, ScenarioObservation
+from pytest_kvconform.rigs.bytes.faulty.messages import EngineObservation
+from pytest_kvconform.rigs.cluster.peers.bench import seconds
+from pytest_kvconform.rigs.cluster.peers.scenario_engines import (
+    NO_TRANSFER,
+    DecodeResult,
+    ScenarioObservation,
+)
 from pytest_kvconform.suite.bytes._observations import wrong_words
 from pytest_kvconform.suite.bytes._stores import is_store
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from pytest_kvconform.result import Blocked, Cell
-from pytest_kvconform.rigs.bytes.bench import ByteBench
-from pytest_kvconform.rigs.bytes.handover import TransferObservation
+from pytest_kvconform.rigs.cluster.byte_bench import ByteBench
 from pytest_kvconform.rigs.cluster.control import DEATHS
+from pytest_kvconform.rigs.cluster.transfer import TransferObservation
 from pytest_kvconform.rigs.context import RunContext, SubjectFacts
 from pytest_kvconform.rigs.engine.handle import EngineFailed
 from pytest_kvconform.rigs.scenario import Transfer

@@ -32,7 +32,7 @@ RIGS = {
     "rigs/scheduler/store_engine": "engine with a worker half",
     "rigs/scheduler/worker_half": "worker half",
     "rigs/scheduler/": "scheduler half",
-    "rigs/peers/": "peers",
+    "rigs/bytes/faulty/": "peers",
     "rigs/bytes/": "bytes",
     "rigs/serving/": "serving",
     "rigs/engine/": "engine",

@@ -20,7 +20,7 @@ from pytest_kvconform.report.document import Report, Selection
 from pytest_kvconform.result import CaseResult, Evidence, Finding, Outcome
 from pytest_kvconform.rigs import context
 from pytest_kvconform.rigs import launch as background
-from pytest_kvconform.rigs.cluster import bench as engine_bench
+from pytest_kvconform.rigs.cluster import model_bench as engine_bench
 from pytest_kvconform.subject import Subject
 from pytest_kvconform.verdict import EXIT_CODES, Verdict
 from tests.helpers import warm_zygotes

@@ -11,8 +11,8 @@ import pytest
 
 from pytest_kvconform.case_outcome import MOST_CALLS
 from pytest_kvconform.result import Blocked, Cell, HookCall
-from pytest_kvconform.rigs.cluster.bench import DEAD_CELLS, INTRODUCTION, EngineBench
 from pytest_kvconform.rigs.cluster.control import DEATHS
+from pytest_kvconform.rigs.cluster.model_bench import DEAD_CELLS, INTRODUCTION, EngineBench
 from pytest_kvconform.rigs.cluster.observation import Observation
 from pytest_kvconform.rigs.context import RunContext, SubjectFacts
 from pytest_kvconform.rigs.engine.handle import EngineFailed

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pytest_kvconform.rigs.peers.rank_faults import hook_has, questions
+from pytest_kvconform.rigs.bytes.faulty.ranks import hook_has, questions
 from pytest_kvconform.rigs.scenario import LATE, NEVER, POST, STATUS, Faults
 from tests.docs.pages import PAGES, ROOT, blocks
 

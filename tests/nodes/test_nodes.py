@@ -13,7 +13,7 @@ import pytest
 import ray
 
 from pytest_kvconform.result import Blocked, Cell, HarnessError
-from pytest_kvconform.rigs.cluster import bench
+from pytest_kvconform.rigs.cluster import model_bench as bench
 from pytest_kvconform.rigs.cluster.pairs import EnginePairs
 from pytest_kvconform.rigs.context import RunContext, SubjectFacts
 from pytest_kvconform.rigs.engine.handle import EngineFailed, EngineHandle, logged

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from pytest_kvconform.rigs.peers import bench, scenarios
+from pytest_kvconform.rigs.cluster.peers import bench, scenarios
 from tests.peers.conftest import Reported
 
 MODULE = ("protocol/peers/lease",)

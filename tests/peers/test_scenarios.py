@@ -15,9 +15,9 @@ from pytest_kvconform.kvspace.kinds import SAME
 from pytest_kvconform.kvspace.pools.addresses import COORDINATES
 from pytest_kvconform.plan import make_plan
 from pytest_kvconform.result import Blocked, Cell, Finding, HarnessError
-from pytest_kvconform.rigs.peers.bench import PeerBench
-from pytest_kvconform.rigs.peers.scenario_engines import together
-from pytest_kvconform.rigs.peers.scenarios import ON_THEIR_OWN, SCENARIOS
+from pytest_kvconform.rigs.cluster.peers.bench import PeerBench
+from pytest_kvconform.rigs.cluster.peers.scenario_engines import together
+from pytest_kvconform.rigs.cluster.peers.scenarios import ON_THEIR_OWN, SCENARIOS
 from pytest_kvconform.settings import Settings
 from pytest_kvconform.suite._peer_observations import was_overwritten
 from tests.helpers.case_runner import CaseRunner

@@ -13,10 +13,10 @@ import pytest
 
 from pytest_kvconform.result import Blocked, NotApplicable, Violation
 from pytest_kvconform.rigs.cluster.engine import Call, Engine
+from pytest_kvconform.rigs.cluster.peers import sleeping_peer
+from pytest_kvconform.rigs.cluster.peers.scenario_engines import DecodeResult, ScenarioObservation
 from pytest_kvconform.rigs.engine.handle import EngineFailed
 from pytest_kvconform.rigs.engine.messages import Trace
-from pytest_kvconform.rigs.peers import sleeping_peer
-from pytest_kvconform.rigs.peers.scenario_engines import DecodeResult, ScenarioObservation
 from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.suite.protocol.peers import shutdown
 from tests.helpers.case_runner import CaseRunner

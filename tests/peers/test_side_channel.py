@@ -14,10 +14,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from pytest_kvconform.rigs.engine.messages import Trace
-from pytest_kvconform.rigs.peers import scenarios
-from pytest_kvconform.rigs.peers.bench import OVER_TCP
-from pytest_kvconform.rigs.peers.hostile_clients import (
+from pytest_kvconform.rigs.cluster.peers import scenarios
+from pytest_kvconform.rigs.cluster.peers.bench import OVER_TCP
+from pytest_kvconform.rigs.cluster.peers.hostile_clients import (
     GREETING_S,
     SIGNATURE,
     HostileClient,
@@ -28,7 +27,12 @@ from pytest_kvconform.rigs.peers.hostile_clients import (
     speaks_zeromq,
     with_port_replaced,
 )
-from pytest_kvconform.rigs.peers.scenario_engines import DecodeResult, PrefillResult, ScenarioObservation
+from pytest_kvconform.rigs.cluster.peers.scenario_engines import (
+    DecodeResult,
+    PrefillResult,
+    ScenarioObservation,
+)
+from pytest_kvconform.rigs.engine.messages import Trace
 from pytest_kvconform.rigs.processes import cores
 from pytest_kvconform.rigs.processes.ports import free_port
 

@@ -12,13 +12,17 @@ import numpy as np
 import pytest
 
 from pytest_kvconform.result import Blocked, Cell, Violation
+from pytest_kvconform.rigs.bytes.faulty.messages import RankObservation
 from pytest_kvconform.rigs.cluster import engine as cluster_engine
 from pytest_kvconform.rigs.cluster import loop
+from pytest_kvconform.rigs.cluster.peers import bench as peer_bench
+from pytest_kvconform.rigs.cluster.peers.bench import PeerBench, is_late
+from pytest_kvconform.rigs.cluster.peers.scenario_engines import (
+    DecodeResult,
+    ScenarioEngines,
+    ScenarioObservation,
+)
 from pytest_kvconform.rigs.engine.messages import Trace
-from pytest_kvconform.rigs.peers import bench as peer_bench
-from pytest_kvconform.rigs.peers.bench import PeerBench, is_late
-from pytest_kvconform.rigs.peers.messages import RankObservation
-from pytest_kvconform.rigs.peers.scenario_engines import DecodeResult, ScenarioEngines, ScenarioObservation
 from pytest_kvconform.rigs.processes import cores
 from pytest_kvconform.suite import _peer_observations
 from pytest_kvconform.suite._peer_observations import check_right

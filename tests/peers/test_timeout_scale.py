@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from pytest_kvconform.result import Blocked, Cell, Evidence, Violation
+from pytest_kvconform.rigs.cluster.peers import scenarios
+from pytest_kvconform.rigs.cluster.peers.bench import PeerBench
+from pytest_kvconform.rigs.cluster.peers.scenario_engines import DecodeResult, ScenarioObservation
 from pytest_kvconform.rigs.context import RunContext, SubjectFacts
 from pytest_kvconform.rigs.engine.messages import Trace
-from pytest_kvconform.rigs.peers import scenarios
-from pytest_kvconform.rigs.peers.bench import PeerBench
-from pytest_kvconform.rigs.peers.scenario_engines import DecodeResult, ScenarioObservation
 from pytest_kvconform.settings import Settings
 from pytest_kvconform.suite.protocol.peers import unreachable
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import pytest
 
-from pytest_kvconform.rigs.peers.scenarios import ON_THEIR_OWN
+from pytest_kvconform.rigs.cluster.peers.scenarios import ON_THEIR_OWN
 from tests.helpers.rings import night
 from tests.peers.conftest import Reported
 

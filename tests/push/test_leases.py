@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from pytest_kvconform.rigs.peers import bench
+from pytest_kvconform.rigs.cluster.peers import bench
 from tests.helpers.case_runner import CaseRunner, CellRun
 from tests.helpers.fixtures import fixtures
 

@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
-from pytest_kvconform.rigs.peers import faulty_nixl, rank_faults
-from pytest_kvconform.rigs.peers.faulty_nixl import FaultyAgent
-from pytest_kvconform.rigs.peers.messages import FaultReport
+from pytest_kvconform.rigs.bytes.faulty import nixl as faulty_nixl
+from pytest_kvconform.rigs.bytes.faulty import ranks as rank_faults
+from pytest_kvconform.rigs.bytes.faulty.messages import FaultReport
+from pytest_kvconform.rigs.bytes.faulty.nixl import FaultyAgent
 from pytest_kvconform.rigs.scenario import LATE, NEVER, POLL, POST, REVERSED, STATUS, TWICE, Faults
 from pytest_kvconform.rigs.vllm_setup import nixl_agents
 from tests.reference.nixl.test_nixl import EXPECTED as MEASURED

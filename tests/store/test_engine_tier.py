@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from pytest_kvconform.result import Blocked
-from pytest_kvconform.rigs.cluster import handover
+from pytest_kvconform.rigs.cluster import model_handover as handover
 from pytest_kvconform.rigs.engine.messages import Snapshot
 from tests.helpers.case_runner import CaseRunner, CellRun
 from tests.helpers.fixtures import ROOT, importable_from, must_be_installed

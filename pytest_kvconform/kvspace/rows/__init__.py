@@ -6,7 +6,7 @@ has a copy of its rows.
 
 The way of one comparison:
 
-1. `rigs/cluster/handover.py` stops D before its first forward and reads P's and D's caches as arrays
+1. `rigs/cluster/model_handover.py` stops D before its first forward and reads P's and D's caches as arrays
    [token, head, plane, word] for each layer. The rig lists the rows that are due (`Due`).
 2. compare.py: `compare_rows` gives each row a kind; `compare_state` does the same for recurrent states.
 3. window.py: `missing_window` finds rows that D's next forward reads and that D's block table does not have.

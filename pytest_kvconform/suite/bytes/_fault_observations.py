@@ -16,13 +16,13 @@ from pytest_kvconform.result import (
     blocked_by,
 )
 from pytest_kvconform.rigs.bench import Bench
-from pytest_kvconform.rigs.bytes.handover import Received, TransferObservation
+from pytest_kvconform.rigs.bytes.faulty.ranks import hook_has
 from pytest_kvconform.rigs.bytes.messages import Check
 from pytest_kvconform.rigs.bytes.specs import alike, block_size
+from pytest_kvconform.rigs.cluster.faults import FaultlessObservation, FaultObservation
+from pytest_kvconform.rigs.cluster.transfer import Received, TransferObservation
 from pytest_kvconform.rigs.context import LONGER, declared_addition, declared_amount
 from pytest_kvconform.rigs.engine.messages import listed
-from pytest_kvconform.rigs.peers.fault_bench import FaultlessObservation, FaultObservation
-from pytest_kvconform.rigs.peers.rank_faults import hook_has
 from pytest_kvconform.rigs.scenario import LATE, NEVER, POLL, POST, STATUS, TWICE, Transfer
 from pytest_kvconform.suite.bytes._observations import finding, moved, wrong_words
 from pytest_kvconform.suite.bytes._stores import UNLIKE, is_store

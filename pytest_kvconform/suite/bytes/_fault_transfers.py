@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pytest_kvconform.result import Cell
-from pytest_kvconform.rigs.peers.fault_bench import leaves_traces
+from pytest_kvconform.rigs.cluster.faults import leaves_traces
 from pytest_kvconform.rigs.scenario import (
     LATE,
     NEVER,

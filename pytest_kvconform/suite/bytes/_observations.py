@@ -14,9 +14,9 @@ from pytest_kvconform.kvspace.pools.diagnose import count_pool, diagnose_pool
 from pytest_kvconform.kvspace.pools.draw import draw_pool
 from pytest_kvconform.result import Blocked, Finding, HarnessError, NotApplicable, Violation, blocked_by
 from pytest_kvconform.rigs.bench import Bench
-from pytest_kvconform.rigs.bytes.handover import Received, TransferObservation
 from pytest_kvconform.rigs.bytes.messages import Check
 from pytest_kvconform.rigs.bytes.specs import alike, block_size, dropped_tokens, side_of, zygotes
+from pytest_kvconform.rigs.cluster.transfer import Received, TransferObservation
 from pytest_kvconform.rigs.context import declared_addition, declared_amount
 from pytest_kvconform.rigs.scenario import Transfer, lengthened
 from pytest_kvconform.suite._load_amount import loads as loads_kv

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from pytest_kvconform.result import Finding, NotApplicable, Violation
 from pytest_kvconform.rigs.bench import Bench
-from pytest_kvconform.rigs.bytes.handover import Received, TransferObservation
 from pytest_kvconform.rigs.bytes.specs import alike
+from pytest_kvconform.rigs.cluster.transfer import Received, TransferObservation
 from pytest_kvconform.suite._recomputed_tokens import whole_blocks
 
 SMALL = "D has every whole block before the last token already, and a store may keep only whole blocks"

@@ -9,8 +9,8 @@ from pytest_kvconform.case import case
 from pytest_kvconform.kvspace.kinds import UNWRITTEN
 from pytest_kvconform.result import Blocked, Cell, Evidence, Finding, NotApplicable, Violation
 from pytest_kvconform.rigs.bench import Bench
-from pytest_kvconform.rigs.bytes.handover import TransferObservation
 from pytest_kvconform.rigs.bytes.messages import Check
+from pytest_kvconform.rigs.cluster.transfer import TransferObservation
 from pytest_kvconform.rigs.engine.messages import listed
 from pytest_kvconform.rigs.scenario import Transfer
 from pytest_kvconform.suite.bytes._observations import completed, finding, moved, observe, with_loaded_kv

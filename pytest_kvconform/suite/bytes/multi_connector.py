@@ -12,7 +12,7 @@ import msgspec
 from pytest_kvconform.case import case
 from pytest_kvconform.result import Blocked, Cell, Evidence, Finding, NotApplicable, Violation, blocked_by
 from pytest_kvconform.rigs.bench import Bench
-from pytest_kvconform.rigs.bytes.handover import TransferObservation
+from pytest_kvconform.rigs.cluster.transfer import TransferObservation
 from pytest_kvconform.rigs.engine.messages import listed
 from pytest_kvconform.rigs.scenario import Transfer
 from pytest_kvconform.rigs.vllm_setup.statistics import UNMEASURED, UNREGISTERED, StatisticsTrace

@@ -9,8 +9,8 @@ from pytest_kvconform.kvspace.pools.draw import draw_pool
 from pytest_kvconform.kvspace.window import describe_gap
 from pytest_kvconform.result import Evidence, Finding, Violation, blocked_by
 from pytest_kvconform.rigs.bench import Bench
-from pytest_kvconform.rigs.bytes.handover import Received, TransferObservation
 from pytest_kvconform.rigs.bytes.messages import Check
+from pytest_kvconform.rigs.cluster.transfer import Received, TransferObservation
 from pytest_kvconform.rigs.scenario import Transfer
 from pytest_kvconform.suite._freed_windows import require_freed_windows
 from pytest_kvconform.suite.bytes._observations import completed, finding, moved, with_loaded_kv, wrong_words

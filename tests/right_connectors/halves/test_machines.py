@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from pytest_kvconform.rigs.bytes.faulty.messages import EngineObservation, RankObservation, RankReport
+from pytest_kvconform.rigs.cluster.peers.scenario_engines import DecodeResult, ScenarioObservation
 from pytest_kvconform.rigs.engine.messages import Trace
-from pytest_kvconform.rigs.peers.messages import EngineObservation, RankObservation, RankReport
-from pytest_kvconform.rigs.peers.scenario_engines import DecodeResult, ScenarioObservation
 from pytest_kvconform.suite.protocol.peers import rank_reports
 from tests.helpers.case_runner import CaseRunner, CellRun
 from tests.helpers.fixtures import fixtures

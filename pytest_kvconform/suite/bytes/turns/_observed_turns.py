@@ -11,10 +11,10 @@ from pytest_kvconform.kvspace.pools.diagnose import count_pool, diagnose_pool
 from pytest_kvconform.kvspace.pools.draw import draw_pool
 from pytest_kvconform.result import Blocked, Cell, Finding, NotApplicable, blocked_by
 from pytest_kvconform.rigs.bench import Bench
-from pytest_kvconform.rigs.bytes.handover import Received
 from pytest_kvconform.rigs.bytes.messages import Check
 from pytest_kvconform.rigs.bytes.specs import block_size
-from pytest_kvconform.rigs.bytes.turns.two_turns import TurnObservation, prompt_of_next_turn
+from pytest_kvconform.rigs.cluster.transfer import Received
+from pytest_kvconform.rigs.cluster.two_turns import TurnObservation, prompt_of_next_turn
 from pytest_kvconform.rigs.context import LONGER, declared_addition, declared_amount
 from pytest_kvconform.rigs.engine.router import RENDEZVOUS
 from pytest_kvconform.rigs.scenario import Prompt, Transfer, Turn, lengthened, tokens

@@ -10,8 +10,8 @@ from pytest_kvconform.kv_config.turn_lease import declare_turn_lease
 from pytest_kvconform.kvspace.kinds import COLLATERAL
 from pytest_kvconform.result import Blocked, Evidence, Finding, NotApplicable, Violation, blocked_by
 from pytest_kvconform.rigs.bench import Bench
-from pytest_kvconform.rigs.bytes.handover import Received
-from pytest_kvconform.rigs.bytes.turns.two_turns import TurnObservation
+from pytest_kvconform.rigs.cluster.transfer import Received
+from pytest_kvconform.rigs.cluster.two_turns import TurnObservation
 from pytest_kvconform.rigs.engine.messages import Usage
 from pytest_kvconform.rigs.scenario import Transfer
 from pytest_kvconform.suite._outcomes import check_all_ended, last_logged_exception

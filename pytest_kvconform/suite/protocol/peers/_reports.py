@@ -6,9 +6,9 @@ from collections import Counter
 
 from pytest_kvconform.result import Violation, blocked_by
 from pytest_kvconform.rigs.bench import Bench
-from pytest_kvconform.rigs.peers.messages import EngineObservation, RankObservation
-from pytest_kvconform.rigs.peers.rank_scenarios import RANKS
-from pytest_kvconform.rigs.peers.scenario_engines import ScenarioObservation
+from pytest_kvconform.rigs.bytes.faulty.messages import EngineObservation, RankObservation
+from pytest_kvconform.rigs.cluster.peers.rank_scenarios import RANKS
+from pytest_kvconform.rigs.cluster.peers.scenario_engines import ScenarioObservation
 from pytest_kvconform.suite._peer_observations import completed, observe, violation
 
 SENDING, RECVING = "sending", "recving"

@@ -7,7 +7,7 @@ from pytest_kvconform.kvspace.pools.diagnose import count_pool, diagnose_pool
 from pytest_kvconform.kvspace.pools.draw import draw_pool
 from pytest_kvconform.result import Evidence, Finding, NotApplicable, Violation
 from pytest_kvconform.rigs.bench import Bench
-from pytest_kvconform.rigs.peers.sleeping_peer import ABORT, LIMIT
+from pytest_kvconform.rigs.cluster.peers.sleeping_peer import ABORT, LIMIT
 from pytest_kvconform.suite._peer_observations import (
     STUCK,
     WRONG,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pytest_kvconform.case import case
 from pytest_kvconform.result import Blocked, Cell, Evidence, blocked_by
 from pytest_kvconform.rigs.bench import Bench
+from pytest_kvconform.rigs.cluster.peers.scenario_engines import KEEPS, ScenarioObservation
 from pytest_kvconform.rigs.context import RELEASE_S
-from pytest_kvconform.rigs.peers.scenario_engines import KEEPS, ScenarioObservation
 from pytest_kvconform.suite._peer_observations import (
     COMPUTED,
     REFUSED,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pytest_kvconform.case import case
 from pytest_kvconform.result import Blocked, Evidence
 from pytest_kvconform.rigs.bench import Bench
-from pytest_kvconform.rigs.peers.scenarios import OTHERS
+from pytest_kvconform.rigs.cluster.peers.scenarios import OTHERS
 from pytest_kvconform.suite._peer_observations import (
     RIGHT,
     STUCK,

@@ -10,10 +10,10 @@ from collections import Counter
 from pytest_kvconform.case import case
 from pytest_kvconform.result import Blocked, Evidence, NotApplicable
 from pytest_kvconform.rigs.bench import Bench
+from pytest_kvconform.rigs.bytes.faulty.messages import COMPUTED, FAILED, KNOWN, REPORTED
+from pytest_kvconform.rigs.cluster.peers.rank_scenarios import SCENARIOS, moments
+from pytest_kvconform.rigs.cluster.peers.scenario_engines import ScenarioObservation, loaded_within_step
 from pytest_kvconform.rigs.context import RELEASE_S
-from pytest_kvconform.rigs.peers.messages import COMPUTED, FAILED, KNOWN, REPORTED
-from pytest_kvconform.rigs.peers.rank_scenarios import SCENARIOS, moments
-from pytest_kvconform.rigs.peers.scenario_engines import ScenarioObservation, loaded_within_step
 from pytest_kvconform.suite._peer_observations import (
     REFUSED,
     RIGHT,

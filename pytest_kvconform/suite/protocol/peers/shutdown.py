@@ -5,8 +5,8 @@ from __future__ import annotations
 from pytest_kvconform.case import case
 from pytest_kvconform.result import Blocked, Evidence, NotApplicable
 from pytest_kvconform.rigs.bench import Bench
+from pytest_kvconform.rigs.cluster.peers.scenario_engines import ScenarioObservation
 from pytest_kvconform.rigs.context import REQUEST_S
-from pytest_kvconform.rigs.peers.scenario_engines import ScenarioObservation
 from pytest_kvconform.suite._peer_observations import (
     RIGHT,
     completed,

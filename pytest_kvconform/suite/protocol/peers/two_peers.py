@@ -5,7 +5,7 @@ from __future__ import annotations
 from pytest_kvconform.case import case
 from pytest_kvconform.result import Blocked, Evidence, NotApplicable
 from pytest_kvconform.rigs.bench import Bench
-from pytest_kvconform.rigs.peers.rank_scenarios import TURNS
+from pytest_kvconform.rigs.cluster.peers.rank_scenarios import TURNS
 from pytest_kvconform.suite._peer_observations import (
     RIGHT,
     check_right,

@@ -8,10 +8,10 @@ import math
 from pytest_kvconform.case import case
 from pytest_kvconform.result import Blocked, Evidence, HarnessError, NotApplicable
 from pytest_kvconform.rigs.bench import Bench
+from pytest_kvconform.rigs.cluster.peers.bench import DELAYED, NOTICEABLE_S, hides_delay, seconds
+from pytest_kvconform.rigs.cluster.peers.scenario_engines import DecodeResult, loaded_within_step
+from pytest_kvconform.rigs.cluster.peers.scenarios import BAD, CUT, MESSAGES, SLOW, STALL_S
 from pytest_kvconform.rigs.context import REQUEST_S
-from pytest_kvconform.rigs.peers.bench import DELAYED, NOTICEABLE_S, hides_delay, seconds
-from pytest_kvconform.rigs.peers.scenario_engines import DecodeResult, loaded_within_step
-from pytest_kvconform.rigs.peers.scenarios import BAD, CUT, MESSAGES, SLOW, STALL_S
 from pytest_kvconform.suite._peer_observations import (
     COMPUTED,
     REFUSED,

@@ -9,13 +9,14 @@ import time
 from dataclasses import replace
 from typing import Any
 
+from pytest_kvconform.rigs.bytes.faulty import ranks as rank_faults
+from pytest_kvconform.rigs.bytes.faulty import recorder as worker_recorder
+from pytest_kvconform.rigs.bytes.faulty.engine import FaultyEngineProcess
+from pytest_kvconform.rigs.bytes.faulty.messages import COMPUTED, FAILED, KNOWN, REPORTED, RankObservation
 from pytest_kvconform.rigs.bytes.messages import ByteEngineSpec
 from pytest_kvconform.rigs.engine import ends
 from pytest_kvconform.rigs.engine import process as engine_process
 from pytest_kvconform.rigs.engine.messages import Request, Step, Trace
-from pytest_kvconform.rigs.peers import rank_faults, worker_recorder
-from pytest_kvconform.rigs.peers.faulty_engine import FaultyEngineProcess
-from pytest_kvconform.rigs.peers.messages import COMPUTED, FAILED, KNOWN, REPORTED, RankObservation
 from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.scenario import Faults
 from pytest_kvconform.rigs.tap import around

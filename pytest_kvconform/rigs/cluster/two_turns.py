@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from pytest_kvconform.kvspace.pools.sources import Source
-from pytest_kvconform.rigs.bytes.handover import Received, TransferObservation, watched
 from pytest_kvconform.rigs.bytes.messages import ByteRequest, token_after
 from pytest_kvconform.rigs.cluster.engine import Engine, Steps
 from pytest_kvconform.rigs.cluster.loop import watching
 from pytest_kvconform.rigs.cluster.release import until_released
+from pytest_kvconform.rigs.cluster.transfer import Received, TransferObservation, watched
 from pytest_kvconform.rigs.cluster.turns import both, step_both, until_finished
 from pytest_kvconform.rigs.context import Deadlines
 from pytest_kvconform.rigs.engine.messages import ON_D, ON_P, Output, Trace, Usage

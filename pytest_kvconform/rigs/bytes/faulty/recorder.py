@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from pytest_kvconform.result import repr_of
-from pytest_kvconform.rigs.peers.messages import RankObservation, RankReport
+from pytest_kvconform.rigs.bytes.faulty.messages import RankObservation, RankReport
 from pytest_kvconform.rigs.processes.cores import core_waits, lost, own_core_wait
 from pytest_kvconform.rigs.tap import around
 

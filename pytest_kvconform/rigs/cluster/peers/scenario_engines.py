@@ -13,22 +13,22 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pytest_kvconform.result import Cell
-from pytest_kvconform.rigs.bytes.bench import call_deadline
+from pytest_kvconform.rigs.bytes.faulty.engine import FaultyEngineHandle
+from pytest_kvconform.rigs.bytes.faulty.messages import EngineObservation, RankObservation
 from pytest_kvconform.rigs.bytes.messages import ByteEngineSpec, ByteRequest, Check
+from pytest_kvconform.rigs.cluster.byte_bench import call_deadline
 from pytest_kvconform.rigs.cluster.engine import Engine, Steps
 from pytest_kvconform.rigs.cluster.loop import DeadlinePassed, Script, until
+from pytest_kvconform.rigs.cluster.peers.hostile_clients import CuttingProxy, SilentListener
 from pytest_kvconform.rigs.context import Deadlines, RunContext, declared_addition
 from pytest_kvconform.rigs.engine.handle import EngineFailed, leave_all
 from pytest_kvconform.rigs.engine.messages import ON_D, ON_P, Trace, Usage
 from pytest_kvconform.rigs.engine.router import decode_params, prefill_params, transfer_id_of
-from pytest_kvconform.rigs.peers.faulty_engine import FaultyEngineHandle
-from pytest_kvconform.rigs.peers.hostile_clients import CuttingProxy, SilentListener
-from pytest_kvconform.rigs.peers.messages import EngineObservation, RankObservation
 from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.scenario import Faults, faults_where_p_writes, tokens
 
 if TYPE_CHECKING:
-    from pytest_kvconform.rigs.peers.bench import PeerBench
+    from pytest_kvconform.rigs.cluster.peers.bench import PeerBench
 
 BLOCK = 16  # tokens
 ROOM_S = 0.1  # for a full engine that has made no room before
@@ -73,7 +73,7 @@ def together(every: dict[str, PeerScenario], names: Iterable[str]) -> dict[str, 
 class PeerEngineHandle(FaultyEngineHandle):
     """A handle on `process.PeerEngineProcess`."""
 
-    target = "pytest_kvconform.rigs.peers.process:serve"
+    target = "pytest_kvconform.rigs.bytes.faulty.peer:serve"
 
 
 def prompt_length(context: RunContext) -> int:

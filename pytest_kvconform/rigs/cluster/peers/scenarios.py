@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from pytest_kvconform.rigs.cluster.engine import Engine, Steps
 from pytest_kvconform.rigs.cluster.loop import let_run, pause, until
-from pytest_kvconform.rigs.peers.hostile_clients import (
+from pytest_kvconform.rigs.cluster.peers.hostile_clients import (
     CuttingProxy,
     HostileClient,
     SilentListener,
@@ -20,16 +20,16 @@ from pytest_kvconform.rigs.peers.hostile_clients import (
     speaks_zeromq,
     with_port_replaced,
 )
-from pytest_kvconform.rigs.peers.rank_scenarios import SCENARIOS as OF_RANKS
-from pytest_kvconform.rigs.peers.rank_scenarios import two_peers, two_readers, two_samples
-from pytest_kvconform.rigs.peers.scenario_engines import (
+from pytest_kvconform.rigs.cluster.peers.rank_scenarios import SCENARIOS as OF_RANKS
+from pytest_kvconform.rigs.cluster.peers.rank_scenarios import two_peers, two_readers, two_samples
+from pytest_kvconform.rigs.cluster.peers.scenario_engines import (
     HELD,
     KEEPS,
     PeerScenario,
     ScenarioEngines,
     ScenarioObservation,
 )
-from pytest_kvconform.rigs.peers.sleeping_peer import (
+from pytest_kvconform.rigs.cluster.peers.sleeping_peer import (
     first_load,
     restarted_peer,
     shutdown_during_load,

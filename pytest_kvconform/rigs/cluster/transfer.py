@@ -67,7 +67,7 @@ class TransferObservation:
     statistics: tuple[StatisticsTrace, StatisticsTrace] = (StatisticsTrace(), StatisticsTrace())
     failed_beside: int = 0  # requests that ran on D beside the load, and ended with an error
     failed: EngineFailed | None = None
-    excuse: str = ""  # if one failed: how the same fails without the connector, see `engine.control`
+    excuse: str = ""  # if one failed: how the same fails without the connector, see `control`
     stuck: tuple[Unfinished, ...] = ()
     copies_left: int = 0  # in the suite's copy engine, if a request is stuck
     logged: tuple[str, ...] = ()

@@ -10,11 +10,10 @@ from collections.abc import Callable
 
 from msgspec.structs import replace
 
+from pytest_kvconform.rigs.bytes.faulty.messages import FAILED, KNOWN, MOMENTS, REPORTED, RankObservation
 from pytest_kvconform.rigs.cluster.engine import Engine, Steps
 from pytest_kvconform.rigs.cluster.loop import let_run, until
-from pytest_kvconform.rigs.engine.messages import Usage
-from pytest_kvconform.rigs.peers.messages import FAILED, KNOWN, MOMENTS, REPORTED, RankObservation
-from pytest_kvconform.rigs.peers.scenario_engines import (
+from pytest_kvconform.rigs.cluster.peers.scenario_engines import (
     BLOCK,
     HELD,
     KEPT,
@@ -24,6 +23,7 @@ from pytest_kvconform.rigs.peers.scenario_engines import (
     ScenarioEngines,
     ScenarioObservation,
 )
+from pytest_kvconform.rigs.engine.messages import Usage
 from pytest_kvconform.rigs.scenario import STATUS, Faults
 
 RANKS = ("P9", "D9")  # the engines

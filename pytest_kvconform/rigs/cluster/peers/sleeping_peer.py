@@ -13,14 +13,14 @@ from functools import partial
 from pytest_kvconform.rigs.bytes.specs import ports_of
 from pytest_kvconform.rigs.cluster.engine import Engine, Steps
 from pytest_kvconform.rigs.cluster.loop import let_run, pause, until
-from pytest_kvconform.rigs.context import Deadlines
-from pytest_kvconform.rigs.engine.messages import LOADING
-from pytest_kvconform.rigs.peers.scenario_engines import (
+from pytest_kvconform.rigs.cluster.peers.scenario_engines import (
     WITHIN_STEP,
     ScenarioEngines,
     ScenarioObservation,
     loaded_within_step,
 )
+from pytest_kvconform.rigs.context import Deadlines
+from pytest_kvconform.rigs.engine.messages import LOADING
 from pytest_kvconform.rigs.processes.ports import keep_again
 
 LIMIT, ABORT = "time_limit", "abort"  # why D no longer needs the load

@@ -15,8 +15,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from pytest_kvconform.rigs.peers import faulty_nixl
-from pytest_kvconform.rigs.peers.messages import FaultReport, LoadReport
+from pytest_kvconform.rigs.bytes.faulty import nixl as faulty_nixl
+from pytest_kvconform.rigs.bytes.faulty.messages import FaultReport, LoadReport
 from pytest_kvconform.rigs.scenario import NEVER, Faults
 from pytest_kvconform.rigs.tap import around
 

@@ -16,8 +16,8 @@ from pytest_kvconform.rigs.cluster.control import (
     shows_connector,
     without_connector,
 )
-from pytest_kvconform.rigs.cluster.handover import observe
 from pytest_kvconform.rigs.cluster.loop import play
+from pytest_kvconform.rigs.cluster.model_handover import observe
 from pytest_kvconform.rigs.cluster.observation import Observation
 from pytest_kvconform.rigs.cluster.pairs import EnginePairs
 from pytest_kvconform.rigs.cluster.release import is_full

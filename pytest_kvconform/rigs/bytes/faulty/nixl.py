@@ -23,7 +23,7 @@ from typing import Any
 
 import msgspec
 
-from pytest_kvconform.rigs.peers.messages import FaultReport
+from pytest_kvconform.rigs.bytes.faulty.messages import FaultReport
 from pytest_kvconform.rigs.scenario import NEVER, POLL, POST, REVERSED, TWICE, Faults
 from pytest_kvconform.rigs.vllm_setup.nixl_agents import replace_agent_class
 

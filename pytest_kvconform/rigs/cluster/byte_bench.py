@@ -11,14 +11,14 @@ from model_matrix.geometries import State
 from pytest_kvconform.kv_config import TURN_S
 from pytest_kvconform.result import Blocked, Cell, NotApplicable, blocked_by
 from pytest_kvconform.rigs.bytes.handle import ByteEngineHandle
-from pytest_kvconform.rigs.bytes.handover import TransferObservation, observe_transfer
 from pytest_kvconform.rigs.bytes.messages import ByteEngineSpec
 from pytest_kvconform.rigs.bytes.specs import alike, byte_engine_spec, needed_blocks, zygotes
-from pytest_kvconform.rigs.bytes.turns.two_turns import TurnObservation, observe_turns
 from pytest_kvconform.rigs.cluster.control import REFUSAL_S, Control
 from pytest_kvconform.rigs.cluster.loop import play
 from pytest_kvconform.rigs.cluster.pairs import EnginePairs
 from pytest_kvconform.rigs.cluster.release import is_full
+from pytest_kvconform.rigs.cluster.transfer import TransferObservation, observe_transfer
+from pytest_kvconform.rigs.cluster.two_turns import TurnObservation, observe_turns
 from pytest_kvconform.rigs.context import Deadlines, RunContext
 from pytest_kvconform.rigs.engine.handle import EngineFailed, hook_calls
 from pytest_kvconform.rigs.engine.messages import EngineFacts

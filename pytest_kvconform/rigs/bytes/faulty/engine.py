@@ -9,17 +9,15 @@ from __future__ import annotations
 from multiprocessing.connection import Connection
 from typing import Any
 
+from pytest_kvconform.rigs.bytes.faulty import nixl as faulty_nixl
+from pytest_kvconform.rigs.bytes.faulty import ranks as rank_faults
+from pytest_kvconform.rigs.bytes.faulty.messages import FaultReport, Reading
 from pytest_kvconform.rigs.bytes.handle import ByteEngineHandle
 from pytest_kvconform.rigs.bytes.messages import ByteEngineSpec
 from pytest_kvconform.rigs.bytes.process import ByteEngineProcess
-from pytest_kvconform.rigs.cluster.engine import Engine, Steps
-from pytest_kvconform.rigs.cluster.loop import nothing
-from pytest_kvconform.rigs.cluster.turns import both
 from pytest_kvconform.rigs.engine import process as engine_process
 from pytest_kvconform.rigs.engine.messages import Step
-from pytest_kvconform.rigs.peers import faulty_nixl, rank_faults
-from pytest_kvconform.rigs.peers.messages import FaultReport, Reading
-from pytest_kvconform.rigs.scenario import Faults, faults_where_p_writes
+from pytest_kvconform.rigs.scenario import Faults
 from pytest_kvconform.rigs.tap import around
 
 Ends = tuple[set[str], set[str]]  # requests whose sends and whose loads have ended
@@ -28,38 +26,7 @@ Ends = tuple[set[str], set[str]]  # requests whose sends and whose loads have en
 class FaultyEngineHandle(ByteEngineHandle):
     """A handle on one `FaultyEngineProcess`."""
 
-    target = "pytest_kvconform.rigs.peers.faulty_engine:serve"
-
-
-def set_faults_of_loads(p: Engine, d: Engine, faults: tuple[Faults, ...]) -> Steps:
-    """Give both engines faults for the loads of a transfer that begins now.
-
-    A store saves first, and faults are for its loads alone. So the part of a script that is returned has to
-    run when everything is saved.
-
-    While a load fails, D hands out freed blocks last. vLLM would give those of the failed load to the next
-    request, and its load would hide what is still written for the failed one.
-    """
-
-    def set_in_d() -> Steps:
-        yield from d.call("set_faults", faults)
-        yield from d.call("reuse_last", any(one.fail for one in faults))
-
-    yield from d.call("reuse_last", False)
-    if p.spec.store:
-        yield from both(p, d, "set_faults", ())
-        return set_in_d
-    yield from p.call("set_faults", faults_where_p_writes(faults, p.ranks, d.ranks))
-    yield from set_in_d()
-    return nothing
-
-
-def reports_of(*engines: Engine) -> Steps:
-    """The fault reports of all ranks of these engines, added up. Returns FaultReport."""
-    total = FaultReport()
-    for engine in engines:
-        total = sum((yield from engine.call("fault_reports")), total)
-    return total
+    target = "pytest_kvconform.rigs.bytes.faulty.engine:serve"
 
 
 class FaultyEngineProcess(ByteEngineProcess):

@@ -10,14 +10,12 @@ from typing import Any
 import msgspec
 
 from pytest_kvconform.result import Blocked, Cell, HarnessError, HookCall
-from pytest_kvconform.rigs.bytes.bench import blocked_by_start
 from pytest_kvconform.rigs.bytes.messages import ByteEngineSpec
 from pytest_kvconform.rigs.bytes.specs import byte_engine_spec, over_tcp
+from pytest_kvconform.rigs.cluster.byte_bench import blocked_by_start
 from pytest_kvconform.rigs.cluster.loop import Script, run
-from pytest_kvconform.rigs.context import RunContext
-from pytest_kvconform.rigs.engine.handle import hook_calls
-from pytest_kvconform.rigs.peers.rank_scenarios import UNREAD
-from pytest_kvconform.rigs.peers.scenario_engines import (
+from pytest_kvconform.rigs.cluster.peers.rank_scenarios import UNREAD
+from pytest_kvconform.rigs.cluster.peers.scenario_engines import (
     AT_ONCE,
     DecodeResult,
     PeerScenario,
@@ -26,8 +24,10 @@ from pytest_kvconform.rigs.peers.scenario_engines import (
     prompt_length,
     together,
 )
-from pytest_kvconform.rigs.peers.scenarios import BAD, CUT, ON_THEIR_OWN, SCENARIOS
-from pytest_kvconform.rigs.peers.sleeping_peer import LIMIT
+from pytest_kvconform.rigs.cluster.peers.scenarios import BAD, CUT, ON_THEIR_OWN, SCENARIOS
+from pytest_kvconform.rigs.cluster.peers.sleeping_peer import LIMIT
+from pytest_kvconform.rigs.context import RunContext
+from pytest_kvconform.rigs.engine.handle import hook_calls
 from pytest_kvconform.rigs.processes.cores import own_core_wait
 
 # heartbeats prolong it by a third less, and a busy machine may keep an engine from stepping for a second
