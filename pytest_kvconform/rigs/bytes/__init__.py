@@ -19,6 +19,6 @@ rank they belong to.
 | `messages` | the records that travel between pytest, an engine and its ranks |
 | `faulty` | byte engines whose transport fails on demand, and what their ranks report |
 
-This room imports `engine`, `vllm_setup`, `processes`, `kvspace`, `context.py` and `scenario.py`. `worker`, `forward` and `layers` import torch and vLLM; they run in children of the
-zygote only.
+This room imports `engine`, `vllm_setup`, `processes`, `kvspace`, `context.py` and `scenario.py`.
+`worker`, `forward` and `layers` import torch and vLLM; they run in children of the zygote only.
 """

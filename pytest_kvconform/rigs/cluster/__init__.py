@@ -6,7 +6,7 @@
 | `loop` | the loop that advances engines and scripts side by side; `play` runs one script to its end |
 | `turns` | parts of scripts in which engines step by turns |
 | `release` | the wait until engines hold nothing, and what they are known to keep |
-| `model_handover`, `observation` | one scenario on engines with models: the subject's run, then the oracle's |
+| `model_handover`, `observation` | a scenario on engines with models: the subject's run, the oracle's |
 | `transfer`, `two_turns` | one transfer on byte engines; two turns of a conversation |
 | `faults` | a transfer while the transport delays, fails or repeats on demand |
 | `peers` | scenarios between several engines: peers that do not answer, leases, ranks |
