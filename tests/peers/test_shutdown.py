@@ -127,10 +127,12 @@ class SlowD:
 
     def __init__(self, begins: int):
         self.begins, self.asked, self.log = begins, 0, list[str]()
-        self.outputs: dict[str, Any] = {}
+        self.ends: dict[str, Any] = {}
         self.pending = self.paused = None
         self.queued: list[Call] = []
-        self.handle = SimpleNamespace(deadline_s=1.0, process=SimpleNamespace(pid=os.getpid()))
+        self.handle = SimpleNamespace(
+            deadline_s=1.0, process=SimpleNamespace(pid=os.getpid(), watched=os.getpid())
+        )
 
     def deadline(self, seconds: float) -> Deadline:
         return Deadline(seconds)
