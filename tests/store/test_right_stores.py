@@ -8,12 +8,22 @@ from pathlib import Path
 
 import pytest
 
+from pytest_kvconform.result import Cell
+from pytest_kvconform.rigs.context import RunContext
+from pytest_kvconform.rigs.scheduler.bench import SchedulerBench
 from tests.helpers.case_runner import CaseRunner, CellRun
 from tests.helpers.fixtures import ROOT, importable_from, must_be_installed
 
 STORES = ("WholeBlocks", "Evicts", "AsksRankZero", "LooksUpInTheBackground", "WritesBehind")
 VARIANTS = "n2 n17 n55 two_at_once chunked reused preempted_on_p preempted_on_d hit1 full_graphs"
 MODULE = "tests.right_connectors.stores"
+
+
+class Everywhere(set[Cell]):
+    """Every cell is in it."""
+
+    def __contains__(self, cell: object) -> bool:
+        return True
 
 
 @pytest.fixture(scope="module")
@@ -132,6 +142,22 @@ def test_saves_may_take_longer_than_the_deadline_of_a_case(
         only=lambda planned: planned.case.name == "memory_of_both_halves_is_bounded",
     )
     assert found.outcomes == {"memory_of_both_halves_is_bounded": "PASS"}, (found.reasons, found.findings)
+
+
+def test_real_workers_of_a_case_save_what_its_second_run_must_not_find(
+    scheduler_runner: CaseRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A case about asynchronous scheduling runs its requests step by step first."""
+    before = SchedulerBench.__init__
+
+    def with_real_workers(self: SchedulerBench, context: RunContext) -> None:
+        before(self, context)
+        self._own_reports = Everywhere()
+
+    monkeypatch.setattr(SchedulerBench, "__init__", with_real_workers)
+    modules = ("protocol/steps/asynchronous_scheduling",)
+    found = run(scheduler_runner, "WholeBlocks", modules, tmp_path, "p-length P")
+    assert set(found.outcomes.values()) == {"PASS"}, found.findings
 
 
 def test_without_a_worker_such_a_store_waits_in_vain(scheduler_runner: CaseRunner, tmp_path: Path) -> None:

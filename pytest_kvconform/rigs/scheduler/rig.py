@@ -177,6 +177,10 @@ class Rig:
             prompt = with_other_tokens(prompt, self.secret)
         return tuple(TOKENS_FROM + token for token in prompt)
 
+    def renew_prompts(self) -> None:
+        """Let prompts be others from now on: real workers of a store have saved those of an earlier run."""
+        self.secret += 1
+
     def prefill_params(self) -> dict[str, Any]:
         """The params with which a proxy asks P for a hand-over; none for a store."""
         if self.subject.is_store:

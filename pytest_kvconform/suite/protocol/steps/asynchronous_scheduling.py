@@ -73,6 +73,7 @@ def twice(rig: Rig, scenario: Callable[[], Did], real_worker: bool = False) -> D
     """
     alone = scenario()
     rig.asynchronous = True
+    rig.renew_prompts()
     try:
         overlapping = scenario()
     except Violation as broken:
@@ -146,7 +147,7 @@ def saved_prompts_load_with_a_step_in_flight(rig: Rig, _: None) -> Evidence:
 
     def scenario() -> Did:
         side = start_engine_with_worker(rig)
-        prompt = rig.prompt(token_count(PROMPT, side.block_size), seed=int(rig.asynchronous))
+        prompt = rig.prompt(token_count(PROMPT, side.block_size))
         for _ in range(2):
             side.add(prompt, max_tokens=3)
             side.run(lambda: not side.unfinished_requests() and not side.delayed_free_requests())
