@@ -5,8 +5,10 @@ from __future__ import annotations
 import ast
 import json
 import re
+import sys
 import textwrap
 import tomllib
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,11 +39,9 @@ def listed_designs(table: Callable[[tuple[str, ...], list[tuple[str, ...]]], str
             )
             for name, entry in entries.items()
         ]
-    wrong = {
-        folder.name: len(_wrong_connectors(folder)) for folder in sorted(TESTS.iterdir()) if folder.is_dir()
-    }
-    counts = ", ".join(f"`tests/{name}` {number}" for name, number in wrong.items() if number)
-    sentence = f"{sum(wrong.values())} wrong connectors, each with one mistake: {counts}."
+    counts = Counter(module.split(".")[2] for module, _ in _wrong_connectors())
+    themes = ", ".join(f"`{theme}` {count}" for theme, count in sorted(counts.items()))
+    sentence = f"{counts.total()} wrong connectors, each with one mistake, by theme: {themes}."
     return f"{table((*HEAD, *matrices), rows)}\n\n{textwrap.fill(sentence, 108)}"
 
 
@@ -54,23 +54,9 @@ def _kept_run(run: dict[str, Any] | None) -> str:
     return f"{counts.get('PASS', 0)} pass{warnings}{'' if conforms else ', ' + run['verdict']}"
 
 
-def _wrong_connectors(folder: Path) -> set[str]:
-    """The names of the wrong connectors that the tests of a folder run: see tests/helpers/wrong.py."""
-    found = set()
-    for file in folder.glob("test_*.py"):
-        tree = ast.parse(file.read_text(encoding="utf-8"))
-        makers = {"Wrong"}
-        for node in tree.body:
-            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-                of = re.match(r"(?:functools\.)?partial\((\w+)", ast.unparse(node.value))
-                makers |= {node.targets[0].id} if of and of[1] in makers else set()
-        found |= {
-            node.args[0].value
-            for node in ast.walk(tree)
-            if isinstance(node, ast.Call)
-            and ast.unparse(node.func) in makers
-            and len(node.args) == 2
-            and isinstance(node.args[0], ast.Constant)
-            and ast.unparse(node.args[1]) != "{}"  # what the tests compare a wrong one with
-        }
-    return found
+def _wrong_connectors() -> set[tuple[str, str]]:
+    """Module and class of each wrong connector of the catalogue of the tests."""
+    sys.path.append(str(TESTS.parent))
+    from tests.wrong_connectors.catalogue import wrong_connectors
+
+    return wrong_connectors()

@@ -15,7 +15,9 @@ from tests.helpers.case_runner import CaseRunner
 from tests.helpers.fixtures import fixtures
 
 case_runner, run_cases = fixtures(
-    lambda: CaseRunner("tests.accuracy.wrong_connectors", "accuracy", families=("llama", "kimi_k2_5_eagle3")),
+    lambda: CaseRunner(
+        "tests.wrong_connectors.accuracy.servers", "accuracy", families=("llama", "kimi_k2_5_eagle3")
+    ),
     lambda case_runner: partial(case_runner.run, family="llama"),
 )
 

@@ -43,7 +43,7 @@ def test_the_front_end_of_multi_connector_ends_over_a_child_that_is_not_register
     run_cases: Run, questions: Callable[..., None]
 ) -> None:
     questions(16)
-    run = run_cases("MultiConnector", config=inside("Right", "tests.accuracy.wrong_connectors"))
+    run = run_cases("MultiConnector", config=inside("Right", "tests.wrong_connectors.accuracy.servers"))
     assert run.failed == {ANSWERED}, (run.findings, run.reasons)
     assert "Connector 'Right' is not registered" in run.findings[ANSWERED].happened
 

@@ -7,6 +7,6 @@ from tests.helpers.fixtures import fixtures
 
 GEOMETRIES = ("llama3_1_8b", "gemma3_1b", "gpt_oss_20b", "kimi_k2_5_eagle3", "qwen3_5_35b_a3b")
 case_runner, run_cases = fixtures(
-    lambda: CaseRunner("tests.bytes.wrong_connectors", "bytes", GEOMETRIES, "full"),
+    lambda: CaseRunner("tests.wrong_connectors.bytes.transfers", "bytes", GEOMETRIES, "full"),
     lambda case_runner: partial(case_runner.run, setup="b16"),
 )

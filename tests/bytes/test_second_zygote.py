@@ -38,11 +38,11 @@ def another(case_runner: CaseRunner) -> Iterator[Zygote]:
         ("tests.right_connectors.sockets:TcpPull", APART, set()),
         ("ReferenceConnector", APART, set()),
         ("Right", APART, set()),
-        ("tests.bytes.wrong_names:HashesModel", APART, {LOADS, "all_blocks_are_freed[n55]"}),
-        ("tests.bytes.wrong_names:HashesModel", "b16", set()),
+        ("tests.wrong_connectors.bytes.names:HashesModel", APART, {LOADS, "all_blocks_are_freed[n55]"}),
+        ("tests.wrong_connectors.bytes.names:HashesModel", "b16", set()),
         ("tests.right_connectors.stores:WholeBlocks", APART, set()),
-        ("tests.bytes.wrong_names:HashesKeys", APART, {LOADS}),
-        ("tests.bytes.wrong_names:HashesKeys", "b16", set()),
+        ("tests.wrong_connectors.bytes.names:HashesKeys", APART, {LOADS}),
+        ("tests.wrong_connectors.bytes.names:HashesKeys", "b16", set()),
     ],
 )
 def test_what_a_hash_says_in_another_interpreter(
@@ -69,7 +69,7 @@ def test_what_a_hash_says_in_another_interpreter(
 
 
 def test_who_draws_the_names_of_agents_has_one_name_for_two(run_cases: Callable[..., CellRun]) -> None:
-    run = run_cases("tests.bytes.wrong_names:DrawsNames", LLAMA, variants="n55", matrix="full")
+    run = run_cases("tests.wrong_connectors.bytes.names:DrawsNames", LLAMA, variants="n55", matrix="full")
     assert run.verdict.word == "VIOLATES", run.reasons
     assert run.failed & {"completes[n55]", ARRIVES, LOADS}
 

@@ -35,7 +35,7 @@ def test_a_connector_that_loads_the_window_alone(
 def test_nothing_is_freed_before_a_window_for_a_connector_without_hma(
     run_cases: Callable[..., CellRun], setup: str
 ) -> None:
-    name, variants = "tests.engine.wrong_connectors:NoHMA", f"{SHORT} {LONG}"
+    name, variants = "tests.wrong_connectors.engine:NoHMA", f"{SHORT} {LONG}"
     run = run_cases(name, "gemma3_1b", setup=setup, variants=variants, matrix="full")
     assert run.outcomes[f"attention_kv_arrives[{LONG}]"] == "PASS"
     assert run.outcomes[f"sliding_window_is_complete[{LONG}]"] == "NOT-APPLICABLE"

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import pickle
-import re
 import threading
-from collections.abc import Callable, Iterator
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,138 +15,7 @@ from pytest_kvconform.result import Evidence, Finding, Outcome, Violation, messa
 from pytest_kvconform.rigs.processes.linux import threads
 from pytest_kvconform.rigs.scheduler.violations import is_of_suite
 from pytest_kvconform.rigs.vllm_setup.answers import pickled, that_travels
-from tests.helpers.case_runner import CaseRunner, CellRun
-from tests.helpers.fixtures import ROOT, fixtures, importable_from, must_be_installed
-from tests.helpers.wrong import Wrong, on
-
-NAME = "tests.crossings.connectors"
-DENSE = ("llama3_1_8b",)
-PREEMPTED, COMPLETES = "preempted_blocks_are_never_read_again", "completes"
-LOST = r"a {} of {} does not survive pickle, with which vLLM sends it between its engine core and its workers"
-
-case_runner, run_cases = fixtures(
-    lambda: CaseRunner(NAME, "bytes", DENSE, "full"),
-    lambda case_runner: partial(case_runner.run, setup="b16", matrix="full"),
-    scope="module",
-)
-
-
-@pytest.fixture(scope="module")
-def scheduler_runner() -> Iterator[CaseRunner]:
-    must_be_installed()
-    with importable_from(ROOT):
-        runner = CaseRunner(NAME, "protocol", DENSE, "full")
-        yield runner
-        assert runner.close() == []
-
-
-def run_some(runner: CaseRunner, connector: str, *cases: str) -> CellRun:
-    """Run these cases of the scheduler rig; all variants of each."""
-    return runner.run(
-        connector,
-        DENSE[0],
-        setup="b16",
-        matrix="full",
-        config="",
-        only=lambda planned: planned.case.name in cases,
-    )
-
-
-IN_ONE_PROCESS = [
-    Wrong(
-        "StatisticsRaise",
-        on(
-            PREEMPTED,
-            "RuntimeError: no dict .*, when it called to_dict of the NoDict that get_kv_connector_stats ",
-        ),
-        rules="KV-HOOK-003",
-    ),
-    Wrong(
-        "RaisesSurrogates", on(PREEMPTED, r"raised RuntimeError: no peer \\udcff here"), rules="KV-HOOK-001"
-    ),
-    Wrong("RaisesMute", on(PREEMPTED, r"raised Mute: \(ValueError in Mute.__str__\)"), rules="KV-HOOK-001"),
-    Wrong("RaisesWithTwoArguments", on(PREEMPTED, "raised NeedsTwo: the door is open"), rules="KV-HOOK-001"),
-    Wrong("RaisesWithALock", on(PREEMPTED, "raised HoldsALock: the door is shut"), rules="KV-HOOK-001"),
-    Wrong("MetadataHasALock", on(PREEMPTED, "Metadata of build_connector_meta does not survive pickle")),
-    Wrong("ParamsHaveALock", on(PREEMPTED, "they reach D through msgpack and JSON, which refuse them")),
-    Wrong("AnswersSurrogates", on(PREEMPTED, r"returned \('no peer \\udcff here', False\)")),
-    Wrong("AnswersWithoutRepr", on(PREEMPTED, "returned a tuple, whose repr raises ValueError")),
-]
-
-
-@pytest.mark.parametrize("wrong", IN_ONE_PROCESS, ids=str)
-def test_live_engines_name_the_object(scheduler_runner: CaseRunner, wrong: Wrong) -> None:
-    run = run_some(scheduler_runner, wrong.connector, PREEMPTED)
-    assert run.failed == set(wrong.fails), run.reasons
-    [(case, pattern)] = wrong.fails.items()
-    found = run.findings[case]
-    assert re.search(pattern, found.happened), found.happened
-    assert found.rule == wrong.rules or not wrong.rules
-    msgspec.json.encode(run.results)  # as a report has it
-
-
-@pytest.mark.parametrize("connector", ["Right", "HasOddStatistics", "StatisticsHaveALock"])
-def test_what_stays_in_its_process_may_be_anything(scheduler_runner: CaseRunner, connector: str) -> None:
-    """vLLM has the worker of one rank in the process of its engine core (v1/executor/uniproc_executor.py)."""
-    run = run_some(scheduler_runner, connector, PREEMPTED)
-    assert set(run.outcomes.values()) == {"PASS"}, run.findings
-
-
-RANKS = [
-    Wrong("StatisticsHaveALock", on(COMPLETES, LOST.format("Locked", "get_kv_connector_stats"))),
-    Wrong("StatisticsAreLocal", on(COMPLETES, LOST.format("Here", "get_kv_connector_stats"))),
-    Wrong("MetadataHasALock", on(COMPLETES, LOST.format("Metadata", "build_connector_meta"))),
-    Wrong("WorkerMetadataHasALock", on(COMPLETES, LOST.format("Report", "build_connector_worker_meta"))),
-    Wrong(
-        "HandshakeHasALock", on("engines_start", LOST.format("HandshakeMetadata", "get_handshake_metadata"))
-    ),
-    Wrong(
-        "ParamsHaveALock", on(COMPLETES, "the kv_transfer_params of request_finished do not reach D: msgpack")
-    ),
-    Wrong(
-        "RaisesWithTwoArguments", on(COMPLETES, r"P raised NeedsTwo in start_load_kv .*: the door is open$")
-    ),
-    Wrong("RaisesWithALock", on(COMPLETES, r"P raised HoldsALock in start_load_kv .*: the door is shut$")),
-    Wrong(
-        "RaisesSurrogates", on(COMPLETES, r"P raised RuntimeError in start_load_kv .*: no peer \\udcff here$")
-    ),
-    Wrong("RaisesMute", on(COMPLETES, r"P raised Mute in start_load_kv .*: \(ValueError in Mute.__str__\)$")),
-]
-
-
-@pytest.mark.parametrize("wrong", RANKS, ids=str)
-def test_engines_of_two_ranks_name_the_object(run_cases: Callable[..., CellRun], wrong: Wrong) -> None:
-    [(case, pattern)] = wrong.fails.items()
-    cases = {COMPLETES, case}
-    run = run_cases(
-        wrong.connector,
-        DENSE[0],
-        topology="P2D1",
-        variants="n17",
-        config="",
-        only=lambda planned: planned.case.name in cases,
-    )
-    assert {name.partition("[")[0] for name in run.failed} == {case}, run.reasons
-    assert "HARNESS" not in run.outcomes.values()
-    [found] = run.findings.values()
-    assert re.search(pattern, found.happened), found.happened
-    msgspec.json.encode(run.results)
-
-
-@pytest.mark.parametrize("connector", ["Right", "HasOddStatistics"])
-@pytest.mark.parametrize("topology", ["P1D1", "P2D1"])
-def test_unusual_objects_arrive(run_cases: Callable[..., CellRun], connector: str, topology: str) -> None:
-    modules = ("bytes/handover", "bytes/pool", "bytes/start", "bytes/statistics")
-    run = run_cases(
-        connector,
-        DENSE[0],
-        topology=topology,
-        variants="n17 n55 two_at_once",
-        config="",
-        only=lambda planned: planned.module in modules,
-    )
-    assert set(run.outcomes.values()) == {"PASS"}, (run.findings, run.reasons)
-
+from tests.helpers.fixtures import ROOT
 
 # ---- parts -------------------------------------------------------------------------------------------------
 

@@ -16,8 +16,8 @@ from typing import Any
 
 from tests.helpers import warm_zygotes
 from tests.helpers.case_runner import CONFIG, HIDDEN
+from tests.helpers.fixtures import ROOT
 
-HERE = Path(__file__).parent
 MARK = "PYTEST_KVCONFORM_TEST"  # environment variable by which the processes of a run are known
 LEAVE_S = 8.0  # everything has to be gone by then
 END_S = 240.0
@@ -59,7 +59,7 @@ class Command:
                     MARK: self.mark,
                     "TMPDIR": str(self.temporary),
                     "PYTHONPATH": os.pathsep.join(
-                        [str(HERE), str(folder), os.environ.get("PYTHONPATH", ""), str(warm_zygotes.HERE)]
+                        [str(ROOT), str(folder), os.environ.get("PYTHONPATH", ""), str(warm_zygotes.HERE)]
                     ),
                 },
             )

@@ -12,12 +12,10 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.case_runner import CaseRunner, CellRun
-from tests.helpers.fixtures import importable_from, must_be_installed
+from tests.helpers.fixtures import ROOT, importable_from, must_be_installed
 
 from .broken_modules import BROKEN
 from .command import Command, Run, arguments
-
-HERE = Path(__file__).parent
 
 
 @pytest.fixture(scope="package", autouse=True)
@@ -32,7 +30,7 @@ def case_runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CaseRunner
     broken = tmp_path_factory.mktemp("broken")
     for name, (source, _) in BROKEN.items():
         (broken / f"{name}.py").write_text(source)
-    with importable_from(HERE, broken):
+    with importable_from(ROOT, broken):
         case_runner = CaseRunner(matrix="full")
         yield case_runner
     assert case_runner.close() == []
@@ -65,13 +63,13 @@ def _runs(folder: Path) -> Iterator[Run]:
 
 @pytest.fixture
 def begin(tmp_path: Path) -> Iterator[Run]:
-    """begin("wrong_connectors:Right", "-k", "n64") -> a run of the command that has just begun."""
+    """begin("module:Right", "-k", "n64") -> a run of the command that has just begun."""
     yield from _runs(tmp_path)
 
 
 @pytest.fixture
 def command(begin: Run) -> Run:
-    """command("wrong_connectors:Right", "-k", "n64") -> a run of the command that came to its end."""
+    """command("module:Right", "-k", "n64") -> a run of the command that came to its end."""
     return lambda spec, *more: begin(spec, *more).wait()
 
 

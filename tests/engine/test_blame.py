@@ -17,13 +17,12 @@ from pytest_kvconform.rigs.context import SubjectFacts
 from pytest_kvconform.rigs.processes.stacks import last_stacks, stack_of
 from pytest_kvconform.verdict import EXIT_CODES
 from tests.helpers.case_runner import CaseRunner
-from tests.helpers.fixtures import importable_from
+from tests.helpers.fixtures import ROOT, importable_from
 from tests.helpers.rings import night
 
 from .command import Run
 
-HERE = Path(__file__).parent
-FAULT = HERE / "vllm_fault"
+FAULT = Path(__file__).parent / "vllm_fault"
 SHORT = 0.15  # of the deadlines, so that hanging engines are found soon
 ALONE = "vLLM fails here without the connector, too: "
 Fault = Callable[[str], None]
@@ -38,7 +37,7 @@ def fault_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def broken(request: pytest.FixtureRequest, fault_file: Path) -> Iterator[CaseRunner]:
     """A zygote whose vLLM fails as the file says."""
     fault_file.write_text("")
-    with importable_from(HERE):
+    with importable_from(ROOT):
         with importable_from(FAULT), pytest.MonkeyPatch.context() as patch:  # no other zygote has this vLLM
             patch.setenv("VLLM_FAULT", str(fault_file))
             case_runner = CaseRunner(tier=request.param, families=("llama",))
@@ -121,7 +120,7 @@ def test_the_command_ends_as_incomplete(
     fault_file.write_text("kernel raises 33")
     monkeypatch.setenv("VLLM_FAULT", str(fault_file))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(FAULT), os.environ.get("PYTHONPATH", "")]))
-    run = command("wrong_connectors:Right", "-k", "n33 or n64 or engines_start")
+    run = command("tests.wrong_connectors.engine:Right", "-k", "n33 or n64 or engines_start")
     assert (run.code, run.word) == (EXIT_CODES["INCOMPLETE"], "INCOMPLETE"), run.text
     said = f"could not run here: {ALONE}P raised RuntimeError in step: expect x to be transposed"
     assert [line for line in run.lines if line.startswith("INCOMPLETE: ") and line.endswith(said)], run.text

@@ -79,7 +79,7 @@ def test_hangs_in_three_cells_and_not_deaths_keep_other_cells_from_being_tried(
 def test_a_request_of_p_that_never_ends_is_the_connectors_failure(run_cases: Callable[..., CellRun]) -> None:
     """Without the connector it ends, although the router still tells each engine the address of the other."""
     run = run_cases(
-        "tests.handovers.rooms:ShortensAView",
+        "tests.wrong_connectors.handovers.rooms:ShortensAView",
         "qwen3_5",
         variants="two_samples",
         scale=0.3,

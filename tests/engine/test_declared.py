@@ -29,7 +29,7 @@ ENDS = {
 @pytest.mark.parametrize("connector", ENDS)
 def test_unsupported(case_runner: CaseRunner, connector: str) -> None:
     mine = copy.copy(case_runner)
-    mine.module = "declining_connectors"
+    mine.module = "tests.wrong_connectors.engine.declining"
     results = mine.run(connector, "llama", "P1D2", variants="n64 n200 abort_loading").results
     outcomes, observed, rule = ENDS[connector]
     applied = [apply_declaration(result, CRITERIA) for result in results]
@@ -47,7 +47,7 @@ def test_unsupported(case_runner: CaseRunner, connector: str) -> None:
 
 def test_supported_and_refused(case_runner: CaseRunner) -> None:
     mine = copy.copy(case_runner)
-    mine.module = "declining_connectors"
+    mine.module = "tests.wrong_connectors.engine.declining"
     results = mine.run("Declines", "llama", "P1D2", variants="n64").results
     verdict = decide_verdict(results, None, (), Criteria(features=dict.fromkeys(features.load(), "")))
     assert (verdict.word, verdict.counts["FAIL"]) == ("VIOLATES", 1)

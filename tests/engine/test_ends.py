@@ -58,7 +58,11 @@ def test_a_connector_that_is_not_there_is_one_sentence(command: Run) -> None:
 
 
 LOOKED_AT = [
-    ("wrong_connectors:Rigth", "", "module wrong_connectors has no class 'Rigth' (did you mean Right?)"),
+    (
+        "tests.wrong_connectors.engine:Rigth",
+        "",
+        "module tests.wrong_connectors.engine has no class 'Rigth' (did you mean Right?)",
+    ),
     (
         "tests_of_nobody.inner:C",
         "",
@@ -142,7 +146,7 @@ ENDS = [
 def test_a_wrong_connector_ends_in_a_verdict(
     command: Run, connector: str, cases: str, diagnosis: str, rules: str
 ) -> None:
-    run = command(f"wrong_connectors:{connector}", "-k", cases, "--kv-timeout-scale=0.3")
+    run = command(f"tests.wrong_connectors.engine:{connector}", "-k", cases, "--kv-timeout-scale=0.3")
     assert (run.code, run.word) == (EXIT_CODES["VIOLATES"], "VIOLATES"), run.text
     assert diagnosis in run.text
     assert any(re.fullmatch(rf"VIOLATES: \d cases? breaks? {rules}", line) for line in run.lines), run.text
@@ -153,7 +157,7 @@ def test_a_wrong_connector_ends_in_a_verdict(
 
 
 def test_ctrl_c_ends_in_a_verdict(begin: Run) -> None:
-    run = begin("wrong_connectors:Right")
+    run = begin("tests.wrong_connectors.engine:Right")
     run.wait_for("starting P")
     run.send(signal.SIGINT)
     run.process.wait(STOPPED_S)
@@ -173,7 +177,7 @@ WHEN = {
 @pytest.mark.parametrize("when", WHEN)
 def test_a_killed_run_leaves_nothing(begin: Run, when: str) -> None:
     connector, said = WHEN[when]
-    run = begin(f"wrong_connectors:{connector}", cold=connector == "Right")
+    run = begin(f"tests.wrong_connectors.engine:{connector}", cold=connector == "Right")
     run.wait_for(said)
     assert len(run.processes()) > 1
     run.send(signal.SIGKILL)
@@ -190,7 +194,7 @@ def test_a_killed_run_with_two_workers_leaves_nothing(begin: Run) -> None:
 
 
 def test_a_run_whose_background_process_is_killed_does_not_blame_the_connector(begin: Run) -> None:
-    run = begin("wrong_connectors:HangsInLoad")
+    run = begin("tests.wrong_connectors.engine:HangsInLoad")
     run.wait_for("still in start_load_kv")
     [pid] = run.temporary.glob("kvconform-*/pid")
     os.kill(int(pid.read_text()), signal.SIGKILL)

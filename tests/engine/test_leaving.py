@@ -39,7 +39,9 @@ def test_engines_sign_off_while_the_next_cell_starts(
     case_runner: CaseRunner, monkeypatch: pytest.MonkeyPatch, connector: str, signs_off: bool
 ) -> None:
     monkeypatch.setattr(handle, "LEAVE_S", 60.0 if signs_off else 5.0)
-    settings = Settings(connector=f"wrong_connectors:{connector}", config=CONFIG, tier=("engine",))
+    settings = Settings(
+        connector=f"tests.wrong_connectors.engine:{connector}", config=CONFIG, tier=("engine",)
+    )
     facts, subject = case_runner.probe(settings), resolve(settings)
     bench = Bench(case_runner.zygote.address, subject, settings, facts, lambda sentence: None)
     master = case_runner.zygote.run_dir / "master"
@@ -59,13 +61,15 @@ def test_engines_sign_off_while_the_next_cell_starts(
 
 def test_files_in_shared_memory_go_with_the_run(command: Run) -> None:
     before = set(Path("/dev/shm").glob("segment-of-a-store-*"))  # of the zygote of other tests
-    run = command("wrong_connectors:SignsOn", "-k", "n64", "--kv-family=llama", "--kv-topology=P1D1")
+    run = command(
+        *("tests.wrong_connectors.engine:SignsOn", "-k", "n64"), *("--kv-family=llama", "--kv-topology=P1D1")
+    )
     assert set(run.outcomes.values()) == {"PASS"}, run.text  # so engines have started, and made files
     assert set(Path("/dev/shm").glob("segment-of-a-store-*")) <= before
 
 
 def test_a_process_that_is_killed_is_no_violation_and_ends_the_run(command: Run) -> None:
-    run = command("wrong_connectors:KilledInLoad", "--kv-family=llama", "--kv-topology=P1D1")
+    run = command("tests.wrong_connectors.engine:KilledInLoad", "--kv-family=llama", "--kv-topology=P1D1")
     assert (run.code, run.word) == (EXIT_CODES["HARNESS"], "HARNESS"), run.text
     assert set(run.outcomes.values()) <= {"HARNESS", "PASS"}
     assert "was killed by SIGKILL, exit code 137, which the suite did not send: most likely the" in run.text
@@ -76,7 +80,7 @@ def test_a_process_that_is_killed_is_no_violation_and_ends_the_run(command: Run)
 def test_an_engine_that_hangs_in_garbage_collection_says_so(command: Run) -> None:
     for scale in ("0.2", "1"):  # on a busy machine an engine may not start in a fifth of the time
         run = command(
-            "wrong_connectors:WaitsWhenCollected",
+            "tests.wrong_connectors.engine:WaitsWhenCollected",
             *("-k", "no_threads_ports_or_processes_left", f"--kv-timeout-scale={scale}"),
             *("--kv-family=llama", "--kv-topology=P1D1"),
         )

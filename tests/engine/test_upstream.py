@@ -128,3 +128,13 @@ def test_workers_and_order_change_nothing(command: Run, plain: Command, options:
     assert run.report["verdict"] == plain.report["verdict"]
     assert run.code == plain.code
     assert run.left() == []
+
+
+def test_the_positive_control_gets_the_verdict_of_nixl_connector(
+    run_cases: Callable[..., CellRun], nixl_on_llama: Command
+) -> None:
+    run = run_cases("Right", "llama")
+    assert {result.id: result.outcome.value for result in run.results} == nixl_on_llama.outcomes
+    assert run.verdict.word == nixl_on_llama.word == "CONFORMS"
+    assert run.verdict.exit_code == nixl_on_llama.code == 0
+    assert run.verdict.sentence == nixl_on_llama.report["verdict"]["sentence"]

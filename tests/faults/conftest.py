@@ -10,7 +10,7 @@ MODULES = ("bytes/transport_faults", "bytes/each_transfer")
 LEASE = '{"kv_connector_extra_config": {"num_threads": 0, "kv_lease_duration": 2}}'
 FAMILIES = ("llama3_1_8b", "gpt_oss_20b", "kimi_linear_48b")
 case_runner, run_cases = fixtures(
-    lambda: CaseRunner("tests.faults.wrong_connectors", "bytes", FAMILIES, "full"),
+    lambda: CaseRunner("tests.wrong_connectors.faults.transfers", "bytes", FAMILIES, "full"),
     lambda case_runner: partial(
         case_runner.run,
         setup="b16",

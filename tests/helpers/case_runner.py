@@ -97,7 +97,7 @@ class CaseRunner:
 
     def __init__(
         self,
-        module: str = "wrong_connectors",
+        module: str = "tests.wrong_connectors.engine",
         tier: str = "engine",
         families: tuple[str, ...] = (),
         matrix: str = "quick",

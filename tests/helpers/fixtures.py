@@ -1,7 +1,7 @@
 """The two fixtures of a folder, or of a file, whose tests run the suite's own cases on wrong connectors.
 
     case_runner, run_cases = fixtures(
-        lambda: CaseRunner("tests.bytes.wrong_connectors", "bytes"),
+        lambda: CaseRunner("tests.wrong_connectors.bytes.transfers", "bytes"),
         lambda case_runner: partial(case_runner.run, setup="b16"),
     )
 
@@ -92,10 +92,17 @@ def fixtures(
 
     @pytest.fixture
     def function_of_test(case_runner: CaseRunner) -> Iterator[Callable[..., Any]]:
-        yield run_function(case_runner)
-        deadline = time.monotonic() + END_S
-        while left := descendants_of(case_runner.zygote.process.pid):
-            assert time.monotonic() < deadline, f"processes are left: {left}"
-            time.sleep(0.02)
+        with no_process_is_left(case_runner):
+            yield run_function(case_runner)
 
     return one_runner, function_of_test
+
+
+@contextlib.contextmanager
+def no_process_is_left(runner: CaseRunner) -> Iterator[None]:
+    """Check afterwards that the engines have ended."""
+    yield
+    deadline = time.monotonic() + END_S
+    while left := descendants_of(runner.zygote.process.pid):
+        assert time.monotonic() < deadline, f"processes are left: {left}"
+        time.sleep(0.02)

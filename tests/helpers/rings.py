@@ -1,6 +1,6 @@
 """The rings of our tests: what runs in minutes, what runs before a change lands, and everything.
 
-    make test          first: what FIRST names, and for each rule a wrong connector that only its cases find
+    make test          first: what FIRST names, and for each rule the first record of the catalogue about it
     make test-all      and the other connectors, servers, findings, pages and workflows
     make test-night    and what is marked `night`: long waits, and mistakes of which others stay
 
@@ -11,7 +11,6 @@ a file of tests, or selects with -k, -m or --lf, every test runs that is meant.
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
@@ -19,17 +18,16 @@ from typing import Any
 import pytest
 
 from pytest_kvconform.plan import load_module, module_names
-from tests.helpers.wrong import Wrong
+from tests.helpers.wrong import Record, Wrong, case_of
 
 TESTS = Path(__file__).parents[1]
 RINGS = ("first", "all", "night")
+CATALOGUE = "tests/wrong_connectors/test_catalogue.py"
 # folders without engines, or with few of them
 FIRST = (
     "causes claims cpu_layers declarations helpers house kvspace model_matrix origin plugin report "
     "small_suite"
 ).split()
-# folders whose engines wait for deadlines, or are started for each test
-LATE = "accuracy engine nodes peers right_connectors".split()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -58,6 +56,26 @@ def pytest_configure_node(node: Any) -> None:
     node.workerinput["ring"] = node.config.option.ring, node.config.option.rest
 
 
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With --dist loadfile a worker gets a file of tests, and of the catalogue of connectors a theme."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByTheme(LoadFileScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            return scope_of(nodeid)
+
+    return ByTheme(config, log)
+
+
+def scope_of(nodeid: str) -> str:
+    """What a worker runs whole: a file, or a theme of the catalogue of connectors."""
+    file, _, test = nodeid.partition("::")
+    return f"{file}::{test.partition('[')[2].partition('-')[0]}" if file.endswith(CATALOGUE) else file
+
+
 @pytest.hookimpl(tryfirst=True)  # before -k and -m
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     least, most, proven = int(config.option.rest), RINGS.index(config.option.ring), set[str]()
@@ -74,20 +92,20 @@ def ring_of(item: pytest.Item, proven: set[str]) -> int:
     `proven`: the rules that tests before it prove, to which those of this test are added.
     """
     parameters = getattr(item, "callspec", None)
-    wrong = [one for one in parameters.params.values() if isinstance(one, Wrong)] if parameters else []
-    if item.get_closest_marker("night") or any(one.night for one in wrong):
+    given = parameters.params if parameters else {}
+    record = given.get("record")
+    if item.get_closest_marker("night") or (isinstance(record, Record) and record.night):
         return 2
-    folder = item.path.relative_to(TESTS).parts[0]
-    if folder in FIRST:
+    if item.path.relative_to(TESTS).parts[0] in FIRST:
         return 0
-    new = set().union(*map(rules_found_by, wrong)) - proven if folder not in LATE else set()
+    new = rules_found_by(record) - proven if isinstance(record, Wrong) and given["theme"].first else set()
     proven |= new
     return 0 if new else 1
 
 
 def rules_found_by(wrong: Wrong) -> set[str]:
     """The rules of the cases that find a wrong connector."""
-    names = (re.split(r"[\[*?]", case)[0] for case in wrong.fails)
+    names = map(case_of, wrong.fails)
     return {*wrong.rules.split(), *(rule for name in names for rule in rules_of_cases().get(name, ()))}
 
 

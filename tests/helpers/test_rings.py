@@ -13,15 +13,21 @@ import yaml
 from pytest_kvconform import rules
 from tests.helpers import rings
 from tests.helpers.fixtures import ROOT
-from tests.helpers.wrong import Wrong
+from tests.helpers.wrong import DENSE, Theme, Wrong
 
 WORKFLOW = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
 EVERY = {"a", "b", "c[x]", "c[y]"}
 
 
 def test_each_folder_of_a_ring_is_there() -> None:
-    assert all((rings.TESTS / folder).is_dir() for folder in (*rings.FIRST, *rings.LATE))
-    assert not {*rings.FIRST} & {*rings.LATE}
+    assert all((rings.TESTS / folder).is_dir() for folder in rings.FIRST)
+    assert Path(rings.TESTS.parent, rings.CATALOGUE).is_file()
+
+
+def test_a_worker_gets_a_theme_of_the_catalogue() -> None:
+    tests = [f"{rings.CATALOGUE}::test_c[{theme}-A-{DENSE}-P1D1]" for theme in ("bytes", "two_peers")]
+    assert [rings.scope_of(one).partition("::")[2] for one in tests] == ["bytes", "two_peers"]
+    assert rings.scope_of("tests/house/test_f.py::test_a[b-c]") == "tests/house/test_f.py"
 
 
 def test_a_night_runs_all_tests() -> None:
@@ -38,29 +44,30 @@ def test_the_command_of_ci_runs_both_other_rings() -> None:
     assert "make test " in commands and "make test-all ARGS=--rest " in commands
 
 
-def item(folder: str, wrong: Wrong | None = None, marks: Iterable[str] = ()) -> Any:
+def item(folder: str, wrong: Wrong | None = None, marks: Iterable[str] = (), first: bool = True) -> Any:
     """A test of this folder as pytest collects it."""
+    theme = Theme("t", "m", "bytes", (), first=first)
     return SimpleNamespace(
         path=Path(rings.TESTS, folder, "test_f.py"),
-        callspec=SimpleNamespace(params={"wrong": wrong}),
+        callspec=SimpleNamespace(params={"record": wrong, "theme": theme}),
         get_closest_marker=lambda name: name if name in marks else None,
     )
 
 
 def test_the_first_ring_has_one_wrong_connector_for_each_rule() -> None:
-    by_bytes = Wrong("A", {"attention_kv_arrives[n1]": "", "all_blocks_are_freed*": ""})
+    by_bytes = Wrong("A", {"attention_kv_arrives[n1]": "", "all_blocks_are_freed": ""})
     by_blocks, again = Wrong("B", {"all_blocks_are_freed": ""}), Wrong("C", {"attention_kv_arrives": ""})
     assert rings.rules_found_by(by_bytes) > rings.rules_found_by(again) == {"KV-BYTES-001"}
     proven = set[str]()
     found = [
         item("house"),
         item("bytes"),
-        item("peers", by_bytes),
-        item("bytes", by_bytes),
-        item("bytes", by_blocks),
-        item("bytes", again),
+        item("wrong_connectors", by_bytes, first=False),
+        item("wrong_connectors", by_bytes),
+        item("wrong_connectors", by_blocks),
+        item("wrong_connectors", again),
         item("house", marks=["night"]),
-        item("store", Wrong("D", {}, night=True)),
+        item("wrong_connectors", Wrong("D", {}, night=True)),
     ]
     assert [rings.ring_of(one, proven) for one in found] == [0, 1, 1, 0, 1, 1, 2, 2]
     assert proven == rings.rules_found_by(by_bytes) <= rules.load().keys()

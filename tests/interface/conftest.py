@@ -7,6 +7,6 @@ from tests.helpers.fixtures import fixtures
 
 GEOMETRIES = ("llama3_1_8b", "gemma3_1b", "qwen3_5_35b_a3b", "kimi_k2_5_eagle3")
 case_runner, run_cases = fixtures(
-    lambda: CaseRunner("tests.interface.wrong_connectors", "interface", GEOMETRIES, "full"),
+    lambda: CaseRunner("tests.wrong_connectors.interface.halves", "interface", GEOMETRIES, "full"),
     lambda case_runner: partial(case_runner.run, setup="b16"),
 )

@@ -15,7 +15,7 @@ from pytest_kvconform.rigs.probe_subject import _can_be_found
 from pytest_kvconform.settings import Settings
 from tests.helpers.case_runner import CaseRunner, CellRun
 
-MODULE = "tests.interface.constructors"
+MODULE = "tests.wrong_connectors.interface.constructors"
 TAKEN = (
     "PassesAllOn",
     "HasADefault",

@@ -30,7 +30,7 @@ def test_threads_have_time_to_end_after_shutdown(
     run_cases: Callable[..., CellRun], connector: str, scale: float, outcome: str
 ) -> None:
     run = run_cases(
-        f"tests.interface.slow:{connector}",
+        f"tests.wrong_connectors.interface.slow:{connector}",
         LLAMA,
         scale=scale,
         only=lambda planned: planned.case.name == "no_threads_ports_or_processes_left",
@@ -48,7 +48,7 @@ def test_a_port_that_is_closed_soon_after_the_end_is_given_back(run_cases: Calla
 def test_an_engine_may_take_longer_to_start_than_a_case_takes(run_cases: Callable[..., CellRun]) -> None:
     case = "engine_starts_in_vllm_call_order"
     run = run_cases(
-        "tests.interface.slow:StartsSlowly",
+        "tests.wrong_connectors.interface.slow:StartsSlowly",
         LLAMA,
         scale=0.15,  # a case may take 1.5 s, and a start 13.5 s
         only=lambda planned: planned.case.name == case,

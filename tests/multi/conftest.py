@@ -7,7 +7,7 @@ from tests.helpers.fixtures import fixtures
 
 MODULES = ("bytes/handover", "bytes/pool", "bytes/blocks")
 case_runner, run_cases = fixtures(
-    lambda: CaseRunner("tests.multi.wrong_connectors", "bytes", ("llama3_1_8b",), "quick"),
+    lambda: CaseRunner("tests.wrong_connectors.multi.children", "bytes", ("llama3_1_8b",), "quick"),
     lambda case_runner: partial(
         case_runner.run,
         family="llama3_1_8b",

@@ -74,7 +74,7 @@ WRONG = [
 def run_module(case_runner: CaseRunner, one: Declines) -> CellRun:
     """What the cases of its module say."""
     mine = copy.copy(case_runner)
-    mine.module, mine.tier = "tests.params.declining_connectors", one.module.partition("/")[0]
+    mine.module, mine.tier = "tests.wrong_connectors.params.declining", one.module.partition("/")[0]
     return mine.run(
         one.connector, one.geometry, setup="b16", only=lambda planned: planned.module == one.module
     )

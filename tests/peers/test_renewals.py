@@ -24,18 +24,6 @@ def leases_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "SCENARIOS", dict.fromkeys(bench.SCENARIOS, scenarios.OF_LEASES))
 
 
-def test_a_d_that_renews_more_slowly_than_p_s_lease_is_found(run_cases: Callable[..., Reported]) -> None:
-    reported = run_cases("RenewsTooSlowly", "P1D1", modules=MODULE, judged=None)
-    assert {name for name, (outcome, _) in reported.items() if outcome != "PASS"} == set(CASES)
-    says = "D does not renew the lease in time, or P does not keep the blocks although D does"
-    assert all(reported[name][0] == "FAIL" and says in reported[name][1] for name in CASES), reported
-
-
-def test_a_d_that_renews_as_p_s_lease_demands_is_right(run_cases: Callable[..., Reported]) -> None:
-    reported = run_cases("Reference", "P1D1", modules=MODULE, judged=None)
-    assert {outcome for outcome, _ in reported.values()} == {"PASS"}, reported
-
-
 @pytest.mark.usefixtures("leases_alone")
 @pytest.mark.parametrize(
     ("connector", "case", "says"),
@@ -69,18 +57,3 @@ def test_a_renewal_that_cuts_request_ids_apart_is_found(run_cases: Callable[...,
 def test_leases_that_nobody_renews_end_one_after_the_other(run_cases: Callable[..., Reported]) -> None:
     connector = "tests.right_connectors.sockets:TcpPull"
     assert run_cases(connector, "P1D1", modules=MODULE, judged=[FREES])[FREES] == ("PASS", "")
-
-
-def test_a_p_that_hands_over_a_copy_may_free_its_blocks_at_once(run_cases: Callable[..., Reported]) -> None:
-    connector, cases = "tests.right_connectors.amount:StagesCopies", [FREES, *ENDS, CASES[0]]
-    reported = run_cases(connector, "P1D1", modules=MODULE, judged=cases)
-    assert {name: reported[name] for name in cases if reported[name][0] != "PASS"} == {}
-
-
-def test_a_p_that_frees_its_blocks_at_once_and_has_no_copy_is_found(
-    run_cases: Callable[..., Reported],
-) -> None:
-    connector, cases = "tests.right_connectors.amount:CopiesNothing", [FREES, ENDS[1]]
-    reported = run_cases(connector, "P1D1", modules=MODULE, judged=cases, shows="FAIL")
-    assert "P freed the blocks of a request" in reported[FREES][1], reported
-    assert reported[ENDS[1]][0] == "FAIL", reported

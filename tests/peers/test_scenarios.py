@@ -21,8 +21,8 @@ from pytest_kvconform.rigs.cluster.peers.scenarios import ON_THEIR_OWN, SCENARIO
 from pytest_kvconform.settings import Settings
 from pytest_kvconform.suite._peer_observations import was_overwritten
 from tests.helpers.case_runner import CaseRunner
-
-from .conftest import LEASE, LEASE_S
+from tests.helpers.wrong import SECONDS
+from tests.wrong_connectors.table.peers import LEASE, LEASE_S
 
 EVERY = SCENARIOS["P1D1"]
 
@@ -66,11 +66,17 @@ def test_a_module_runs_its_own_scenarios(
         "llama3_1_8b",
         setup="b16",
         matrix="full",
-        config=LEASE % LEASE_S,
+        config=LEASE.replace(SECONDS, str(LEASE_S)),
         only=lambda planned: planned.module == f"protocol/peers/{module}",
     )
     assert ran == runs
     assert set(found.reasons.values()) == {"no engine was started"}
+
+
+def test_scenarios_of_their_own_rules_share_no_engine() -> None:
+    """What kills an engine in one of them, such as the handshake with another model, fails no other rule."""
+    names = [name for one in ON_THEIR_OWN.values() for name in (*one.engines, *one.other_engines)]
+    assert len(set(names)) == len(names)
 
 
 def test_cases_declare_scenarios_that_exist() -> None:
@@ -97,7 +103,7 @@ def finding_of(case_runner: CaseRunner, connector: str, topology: str, case: str
         topology,
         setup="b16",
         matrix="full",
-        config=LEASE % LEASE_S,
+        config=LEASE.replace(SECONDS, str(LEASE_S)),
         only=lambda planned: planned.case.name == case,
     )
     [finding] = run.findings.values()

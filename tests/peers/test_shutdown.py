@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -19,60 +18,6 @@ from pytest_kvconform.rigs.engine.handle import EngineFailed
 from pytest_kvconform.rigs.engine.messages import Trace
 from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.suite.protocol.peers import shutdown
-from tests.helpers.case_runner import CaseRunner
-from tests.peers.conftest import LEASE, Reported
-
-CASE = "nothing_is_written_after_shutdown"
-MODULE = ("protocol/peers/shutdown",)
-LEASE_S = 30  # no lease is to end, however slow the machine is
-WRONG = {
-    "LeavesThreads": r"\d+ bytes of D's KV cache changed after .*, \d+ of them before P went on\n"
-    r".*or a thread that goes on writing",
-    "KeepsAgent": r"\d+ bytes of D's KV cache changed after .*, 0 of them before P went on\n"
-    r".*leaves a transfer",
-    "KeepsHandles": r"\d+ bytes of D's KV cache changed after .*, 0 of them before P went on",
-    "EndsWithItsReads": r"shutdown\(\) had not returned after 9 s\n.*without a deadline",
-    "RaisesDuringLoads": r"shutdown\(\) raised RuntimeError: a load is under way",
-}
-
-
-@pytest.mark.parametrize("connector", WRONG)
-def test_who_does_not_end_its_loads_is_found(run_cases: Callable[..., Reported], connector: str) -> None:
-    scale = 0.3 if connector == "EndsWithItsReads" else 1.0  # of deadlines, where one of them is waited for
-    found = run_cases(connector, "P1D1", scale=scale, lease_s=LEASE_S, modules=MODULE)
-    [(name, (outcome, why))] = found.items()
-    assert (name, outcome) == (CASE, "FAIL"), why
-    assert re.search(WRONG[connector], why), why
-
-
-@pytest.mark.usefixtures("run_cases")  # which looks for processes that are left
-@pytest.mark.parametrize("connector", ["Reference", "NixlConnector", "TcpPull", "KeepsIdleAgent"])
-def test_right_connectors_end_their_loads(case_runner: CaseRunner, connector: str) -> None:
-    run = case_runner.run(
-        connector,
-        "llama3_1_8b",
-        setup="b16",
-        matrix="full",
-        config=LEASE % LEASE_S,
-        only=lambda planned: planned.module in MODULE,
-    )
-    assert run.outcomes == {CASE: "PASS"}, (run.reasons, run.findings)
-    assert run.evidence[CASE].notes["loading"] == 1
-
-
-def test_who_loads_within_the_step_cannot_be_shut_down_meanwhile(run_cases: Callable[..., Reported]) -> None:
-    outcome, why = run_cases(
-        "tests.right_connectors.designs:LayerWise", "P1D1", lease_s=LEASE_S, modules=MODULE
-    )[CASE]
-    assert outcome == "NOT-APPLICABLE" and "within the step" in why, why
-
-
-def test_who_begins_no_load_cannot_be_shut_down_meanwhile(run_cases: Callable[..., Reported]) -> None:
-    outcome, why = run_cases("AsksFirst", "P1D1", lease_s=LEASE_S, modules=MODULE)[CASE]
-    # on a busy machine D gives up meanwhile
-    says = "begins no load|ended although P stood still"
-    assert outcome == "NOT-APPLICABLE" and re.search(says, why), why
-
 
 # ---- what the case judges, and what the scenario waits for -------------------------------------------------
 

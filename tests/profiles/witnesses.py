@@ -121,21 +121,24 @@ WITNESSES = (
     ),
     Witness(
         "p2p",
-        "tests.turns.right:KeepsForTheNextTurn",
+        "tests.wrong_connectors.turns.right:KeepsForTheNextTurn",
         _LLAMA,
         "bytes/turns/next_turn::p_loads_what_d_has[next_turn]",
         "bidirectional",
     ),
     *_bytes(
-        "store", f"{STORES}:WholeBlocks", "tests.store.states:WithStates", "tests.faults.stores:InTheStep"
+        "store",
+        f"{STORES}:WholeBlocks",
+        "tests.wrong_connectors.store.states:WithStates",
+        "tests.wrong_connectors.faults.stores:InTheStep",
     ),
-    *_unlike("store", "tests.profiles.stores:Latents", f"{STORES}:WholeBlocks"),
+    *_unlike("store", "tests.wrong_connectors.store.aborts:Latents", f"{STORES}:WholeBlocks"),
     Witness("store", f"{STORES}:WholeBlocks", _LLAMA, _ABORT_OF_STORE, "abort"),
     *_bytes(
         "same-engine",
         f"{STORES}:InMemory",
-        "tests.store.states:WithStates",
-        "tests.faults.stores:InMemoryInTheStep",
+        "tests.wrong_connectors.store.states:WithStates",
+        "tests.wrong_connectors.faults.stores:InMemoryInTheStep",
     ),
     Witness("same-engine", f"{STORES}:InMemory", _LLAMA, _ABORT_OF_STORE, "abort"),
 )

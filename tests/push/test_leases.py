@@ -31,7 +31,7 @@ def runs_of_leases(case_runner: CaseRunner) -> Callable[[str], CellRun]:
 
 
 case_runner, run_cases = fixtures(
-    lambda: CaseRunner("tests.push.wrong_connectors", "protocol", ("llama3_1_8b",), "full"),
+    lambda: CaseRunner("tests.wrong_connectors.push.mistakes", "protocol", ("llama3_1_8b",), "full"),
     runs_of_leases,
     scope="module",
 )

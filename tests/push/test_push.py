@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
-
-import pytest
 
 from pytest_kvconform.rigs.scenario import POST, STATUS, Faults, faults_where_p_writes
 from tests.helpers.case_runner import CellRun
-from tests.helpers.wrong import Wrong, on
 
-SHORT = 0.2  # of deadlines, where one of them has to be waited for
 FAULTS = ("bytes/transport_faults", "bytes/each_transfer")
 
 
@@ -39,36 +34,6 @@ def test_a_right_connector_passes_on_a_bad_transport(run_cases: Callable[..., Ce
         "load_ends_with_its_last_transfer",
     } <= passed
     assert found.evidence["every_request_ends[failed]"].notes["failed"] == 1
-
-
-WRONG = [
-    Wrong(
-        "HidesItsFailures",
-        {"every_request_ends[failed]": "neither as finished nor as failed"},
-        variants="failed",
-    ),
-    Wrong(
-        "TakesFailuresForWrites",
-        {"every_request_ends[failed]": "a transfer that failed is reported as if it had been made: "},
-        variants="failed",
-    ),
-    Wrong(
-        "EndsWithTheFirst",
-        on(
-            "load_ends_with_its_last_transfer",
-            "a load is reported before the last of its transfers has ended",
-        ),
-        variants="slow",
-    ),
-]
-
-
-@pytest.mark.parametrize("wrong", WRONG, ids=str)
-def test_a_mistake_of_the_side_that_writes_is_caught(run_cases: Callable[..., CellRun], wrong: Wrong) -> None:
-    found = faults(run_cases, wrong.connector, wrong.variants, SHORT)
-    [(case, says)] = wrong.fails.items()
-    assert found.outcomes[case] == "FAIL", (found.outcomes, found.reasons)
-    assert re.search(says, found.findings[case].diagnosis), found.findings[case]
 
 
 def test_where_p_writes_a_rank_of_d_is_one_in_so_many_transfers_of_p() -> None:

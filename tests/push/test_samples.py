@@ -9,7 +9,7 @@ from tests.helpers.fixtures import fixtures
 
 SHORT = 0.2  # of deadlines, where one of them has to be waited for
 case_runner, run_cases = fixtures(
-    lambda: CaseRunner("tests.push.wrong_connectors", "engine", ("llama",)),
+    lambda: CaseRunner("tests.wrong_connectors.push.mistakes", "engine", ("llama",)),
     lambda case_runner: case_runner.run,
     scope="module",
 )

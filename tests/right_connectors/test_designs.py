@@ -160,7 +160,7 @@ def test_blocks_may_be_held_in_the_pool_of_vllm(run_cases: Callable[..., CellRun
     """
     peers = run_cases(
         "protocol",
-        "tests.peers.wrong_connectors:HoldsInPool",
+        "tests.wrong_connectors.peers:HoldsInPool",
         declared={"lease": "kv_lease_duration"},
         only=lambda one: one.module.startswith("protocol/peers/"),
     )

@@ -35,7 +35,7 @@ Run = Callable[..., CaseEnd]
 def case_runner() -> Iterator[CaseRunner]:
     must_be_installed()
     with importable_from(ROOT):
-        case_runner = CaseRunner("tests.scheduler.wrong_connectors", "protocol", ("llama3_1_8b",))
+        case_runner = CaseRunner("tests.wrong_connectors.scheduler", "protocol", ("llama3_1_8b",))
         yield case_runner
     assert case_runner.close() == []
 

@@ -7,6 +7,6 @@ from tests.helpers.fixtures import fixtures
 
 GEOMETRIES = ("llama3_1_8b", "gemma3_1b", "qwen3_5_35b_a3b")
 case_runner, run_cases = fixtures(
-    lambda: CaseRunner("tests.scheduler.wrong_connectors", "protocol", GEOMETRIES, "full"),
+    lambda: CaseRunner("tests.wrong_connectors.scheduler", "protocol", GEOMETRIES, "full"),
     lambda case_runner: partial(case_runner.run, setup="b16", matrix="full"),
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import pytest
 from pytest_kvconform.apply_declaration import Criteria, feature_results
 from tests.helpers.case_runner import CaseRunner, CellRun
 from tests.helpers.fixtures import ROOT, importable_from, must_be_installed
-from tests.helpers.wrong import Wrong, on
+from tests.helpers.wrong import on
 
 OTHER_KEYS, RESET = "other_keys_match_nothing", "reset_store_forgets"
 MODEL, DTYPE = "other_models_match_nothing[model]", "other_models_match_nothing[dtype]"
@@ -22,7 +21,7 @@ MODEL, DTYPE = "other_models_match_nothing[model]", "other_models_match_nothing[
 def case_runner() -> Iterator[CaseRunner]:
     must_be_installed()
     with importable_from(ROOT):
-        runner = CaseRunner("tests.store.keys", "protocol", ("llama3_1_8b",))
+        runner = CaseRunner("tests.wrong_connectors.store.keys", "protocol", ("llama3_1_8b",))
         yield runner
         assert runner.close() == []
 
@@ -74,41 +73,11 @@ def test_abort_may_be_declared_of_a_store(run_cases: Callable[..., CellRun]) -> 
     assert (abort.observed, abort.rule) == ("not looked at", "")
 
 
-SAME = "48 of 53 tokens were announced for a prompt with .*, and the same tokens were saved with"
-WRONG = [
-    Wrong("LacksSalt", {f"{OTHER_KEYS}[salt]": SAME.replace(".*", "cache_salt='user 1'")}),
-    Wrong("LacksAdapter", {f"{OTHER_KEYS}[lora]": SAME.replace(".*", "LoRA 'a' of /adapters/a")}),
-    Wrong("LacksPathOfAdapter", {f"{OTHER_KEYS}[lora]": SAME.replace(".*", "LoRA 'a' of .*-retrained")}),
-    Wrong("LacksImages", {f"{OTHER_KEYS}[image]": SAME.replace(".*", "the image 5eed0001")}),
-    Wrong("LacksEmbeddings", {f"{OTHER_KEYS}[embeddings]": SAME.replace(".*", "embeddings a")}),
-    Wrong("LacksModel", {MODEL: "48 tokens were announced on an engine with another model"}),
-    Wrong("LacksDtype", {DTYPE: "48 tokens were announced on an engine with another dtype"}),
-    Wrong("ForgetsNothing", {RESET: "reset_cache returned True, and then 48 of 53 tokens were announced"}),
-    Wrong("InheritsReset", {RESET: "reset_cache returned None, and then 48 of 53 tokens were announced"}),
-]
-
-
-@pytest.mark.parametrize("wrong", WRONG, ids=str)
-def test_a_wrong_store_fails_in_one_sentence(run_cases: Callable[[str], CellRun], wrong: Wrong) -> None:
-    run = run_cases(wrong.connector)
-    assert run.failed == set(wrong.fails)
-    for case, pattern in wrong.fails.items():
-        assert re.search(pattern, run.findings[case].happened)
-
-
 def test_no_answer_is_no_announcement_of_nothing(run_cases: Callable[..., CellRun]) -> None:
     run = run_cases("SilentAboutMisses", case=MODEL.partition("[")[0])
     assert run.outcomes == {MODEL: "BLOCKED", DTYPE: "BLOCKED"}, run.findings
     for case, what in ((MODEL, "model"), (DTYPE, "dtype")):
         assert f"another {what} get_num_new_matched_tokens returns None for 2 s" in run.reasons[case]
-
-
-def test_a_key_without_the_blocks_before_it_fails(run_cases: Callable[..., CellRun]) -> None:
-    run = run_cases("KeysByPlace", "protocol/stores/saved_prompts")
-    assert run.failed == {"unsaved_prompts_match_nothing[another]"}
-    [found] = run.findings.values()
-    assert found.rule == "KV-STORE-002"
-    assert "of a prompt of 53 tokens, 16 of which were ever computed, 48 were announced" in found.happened
 
 
 def test_vllms_example_connector_knows_tokens_and_images_only(run_cases: Callable[[str], CellRun]) -> None:

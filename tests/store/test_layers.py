@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from pytest_kvconform.plan import load_module
 from tests.helpers.case_runner import CaseRunner, CellRun
 from tests.helpers.fixtures import ROOT, importable_from, must_be_installed
-from tests.helpers.wrong import Wrong
 
 AWAITED = "each_layer_is_loaded_when_awaited[two_at_once]"
-ARRIVES = "attention_kv_arrives[two_at_once]"
 FOUND, AS_MUCH = "full_graphs_find_loaded_kv[full_graphs]", "full_graphs_save_as_much[full_graphs]"
 MODULES = ("bytes/layers", "bytes/handover", "bytes/pool", "bytes/blocks")
 
@@ -24,7 +20,7 @@ MODULES = ("bytes/layers", "bytes/handover", "bytes/pool", "bytes/blocks")
 def case_runner() -> Iterator[CaseRunner]:
     must_be_installed()
     with importable_from(ROOT):
-        runner = CaseRunner("tests.store.layers", "bytes", ("llama3_1_8b",), "quick")
+        runner = CaseRunner("tests.wrong_connectors.store.layers", "bytes", ("llama3_1_8b",), "quick")
         yield runner
         assert runner.close() == []
 
@@ -51,37 +47,6 @@ def test_a_right_store_passes(run_cases: Callable[..., CellRun], store: str) -> 
     assert set(run.outcomes.values()) == {"PASS"}, run.findings
     for case in (AWAITED, FOUND, AS_MUCH):
         assert run.evidence[case].bytes_moved > 1_000_000
-
-
-LATE = r"wait_for_layer_load\('model\.layers\.{}\.self_attn\.attn'\) returned before this layer of request 0"
-WRONG = [
-    Wrong("WaitsForTheLayerBefore", {AWAITED: LATE.format(0), ARRIVES: "should have the KV"}),
-    Wrong("NeverWaitsForTheLast", {AWAITED: LATE.format(31), ARRIVES: "should have the KV"}),
-    Wrong("WaitsInTheFirstOnly", {AWAITED: LATE.format(1), ARRIVES: "should have the KV"}),
-    Wrong("LoadsWithoutPiecewise", {FOUND: "replayed D's step as a full CUDA graph"}),
-    Wrong("SavesWithoutPiecewise", {AS_MUCH: "of 17 tokens 0 were announced after .* and 16 after steps in"}),
-    Wrong(
-        "SavesInTheNextStep",
-        {"attention_kv_arrives[reused]": "should have the KV"},
-        variants="n55 reused",
-    ),
-    Wrong("SavesTheNextLayer", {"attention_kv_arrives[n55]": "should have the KV"}, variants="n55"),
-]
-
-
-def test_every_case_about_layers_has_a_mistake() -> None:
-    """A layer that is late is a wrong byte, too. No mistake is found by two cases about layers."""
-    cases = {case.name for case in load_module("bytes/layers")[1]}
-    of_mistakes = [{case.partition("[")[0] for case in wrong.fails} & cases for wrong in WRONG]
-    assert set().union(*of_mistakes) == cases and max(map(len, of_mistakes)) == 1
-
-
-@pytest.mark.parametrize("wrong", WRONG, ids=str)
-def test_a_wrong_store_fails_in_one_sentence(run_cases: Callable[..., CellRun], wrong: Wrong) -> None:
-    run = run_cases(wrong.connector, wrong.variants or "two_at_once full_graphs")
-    assert run.failed == set(wrong.fails)
-    for case, pattern in wrong.fails.items():
-        assert re.search(pattern, run.findings[case].happened), run.findings[case]
 
 
 def test_the_diagnosis_names_the_layers(run_cases: Callable[..., CellRun]) -> None:

@@ -17,7 +17,6 @@ from pytest_kvconform.subject import resolve
 from pytest_kvconform.suite.bytes import handover
 from tests.helpers.case_runner import CaseRunner, CellRun
 from tests.helpers.fixtures import ROOT, importable_from, must_be_installed
-from tests.helpers.wrong import Wrong
 
 SHORT = 0.1  # of deadlines, where one of them has to be waited for
 VARIANTS = "n2 n17 n55 two_at_once chunked reused preempted_on_p preempted_on_d hit1"
@@ -28,7 +27,7 @@ MODULES = {f"bytes/{name}" for name in ("start", "handover", "pool", "blocks")}
 def byte_runner() -> Iterator[CaseRunner]:
     must_be_installed()
     with importable_from(ROOT):
-        runner = CaseRunner("tests.store.same_engine", "bytes", ("llama3_1_8b",))
+        runner = CaseRunner("tests.wrong_connectors.store.same_engine", "bytes", ("llama3_1_8b",))
         yield runner
         assert runner.close() == []
 
@@ -37,7 +36,7 @@ def byte_runner() -> Iterator[CaseRunner]:
 def scheduler_runner() -> Iterator[CaseRunner]:
     must_be_installed()
     with importable_from(ROOT):
-        runner = CaseRunner("tests.store.same_engine", "protocol", ("llama3_1_8b",))
+        runner = CaseRunner("tests.wrong_connectors.store.same_engine", "protocol", ("llama3_1_8b",))
         yield runner
         assert runner.close() == []
 
@@ -107,33 +106,6 @@ def test_its_keys_are_those_of_vllm(scheduler_runner: CaseRunner) -> None:
     assert {run.outcomes[name] for name in declined} == {"NOT-APPLICABLE"}
 
 
-WRONG = [
-    Wrong("LoadsAnother", {"attention_kv_arrives": "rows of another request"}, variants="n55"),
-    Wrong("LosesLastBlock", {"attention_kv_arrives": "the last block was never written"}, variants="n55"),
-    Wrong("SavesTooLate", {"attention_kv_arrives": "no byte of .* was written"}, variants="n55"),
-    Wrong("KeepsBlocks", {"all_blocks_are_freed": "never reported the end of a save"}, variants="n55"),
-    Wrong(
-        "NeverSaves",
-        {"d_computes_only_missing_tokens": "announced nothing of a prompt that was saved"},
-        variants="n55",
-    ),
-]
-
-
-@pytest.mark.parametrize("wrong", WRONG, ids=str)
-def test_a_wrong_store_fails_in_one_sentence(byte_runner: CaseRunner, wrong: Wrong) -> None:
-    run = run_cell(byte_runner, wrong.connector, wrong.variants)
-    [(case, pattern)] = wrong.fails.items()
-    assert {name.partition("[")[0] for name in run.failed} == {case}, run.findings
-    assert re.search(pattern, next(iter(run.findings.values())).diagnosis), run.findings
-
-
-def test_a_key_without_the_salt_is_found(scheduler_runner: CaseRunner) -> None:
-    run = run_keys(scheduler_runner, "IgnoresSalt")
-    found = run.findings["other_keys_match_nothing[salt]"]
-    assert "were announced for a prompt with cache_salt='user 1'" in found.happened
-
-
 # ---- vLLM's own, and the device that they need -------------------------------------------------------------
 
 
@@ -196,11 +168,6 @@ def test_a_hang_is_blocked_while_the_suites_own_copy_engine_has_copies_to_make(
         assert str(raised.value).startswith(
             "P's request is RUNNING: a copy engine stood in for a GPU's, and has 3 copies still to make"
         )
-
-
-def test_a_lost_report_is_the_connectors_fault_beside_the_copy_engine(byte_runner: CaseRunner) -> None:
-    run = run_cell(byte_runner, "LosesAReport", "n55", scale=SHORT)
-    assert run.findings["completes[n55]"].diagnosis == "the connector never reported the load as finished"
 
 
 def test_a_request_is_preempted_after_its_first_token(byte_runner: CaseRunner) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import json
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,10 +13,8 @@ from pytest_kvconform.settings import BadSetting, Settings
 from pytest_kvconform.subject import resolve
 from pytest_kvconform.suite.bytes import _stores
 from tests.helpers.case_runner import OF_VLLM, CaseRunner, CellRun
-from tests.helpers.fixtures import importable_from, must_be_installed
-from tests.helpers.wrong import Wrong, on
+from tests.helpers.fixtures import ROOT, importable_from, must_be_installed
 
-HERE = Path(__file__).parent
 DRAFTED = "kimi_k2_5_eagle3"
 MODULES = {f"bytes/{name}" for name in ("start", "handover", "pool", "blocks")}
 
@@ -26,8 +22,13 @@ MODULES = {f"bytes/{name}" for name in ("start", "handover", "pool", "blocks")}
 @pytest.fixture(scope="module")
 def case_runner() -> Iterator[CaseRunner]:
     must_be_installed()
-    with importable_from(HERE):
-        runner = CaseRunner("stores", "bytes", ("llama3_1_8b", "kimi_linear_48b", DRAFTED), "full")
+    with importable_from(ROOT):
+        runner = CaseRunner(
+            "tests.wrong_connectors.store.stores",
+            "bytes",
+            ("llama3_1_8b", "kimi_linear_48b", DRAFTED),
+            "full",
+        )
         yield runner
         assert runner.close() == []
 
@@ -86,47 +87,6 @@ def test_a_miss_on_an_unlike_engine_is_right(
     assert _stores.UNLIKE in reasons(run, "NOT-APPLICABLE").values()
     assert run.outcomes["engines_start"] == "PASS"
     assert not moved(run)
-
-
-mistake = functools.partial(Wrong, variants="n55")
-WRONG = [
-    mistake("NeverSaves", {"d_computes_only_missing_tokens": "announced nothing of a prompt that was saved"}),
-    mistake(
-        "AnnouncesLess",
-        {"d_loads_all_whole_blocks": "announced less than the whole blocks that were saved"},
-    ),
-    mistake("LoadsNothing", {"attention_kv_arrives": "no byte of .* was written"}),
-    mistake(
-        "LoadsLateByOne", {"attention_kv_arrives": r"blocks are mixed up \(0 holds 2, 1 holds 0, 2 holds 1\)"}
-    ),
-    mistake(
-        "WrongLayer",
-        on(
-            "attention_kv_arrives",
-            r"layers\.0\.self_attn\.attn holds rows of model\.layers\.1\.self_attn\.attn",
-        ),
-    ),
-    mistake("SwapsPlanes", {"attention_kv_arrives": "K and V are exchanged"}),
-    mistake(
-        "CountsTokens",
-        {"attention_kv_arrives": "the store takes one prompt for another"},
-        variants="n55 reused",
-    ),
-    mistake("FirstBlockOnly", {"attention_kv_arrives": "rows of another request"}, variants="two_at_once"),
-    mistake(
-        "OverwritesHits",
-        {"rest_of_d_pool_is_unchanged": r"a load wrote outside its own blocks: block \d+ holds tokens 0-15"},
-        variants="hit1",
-    ),
-]
-
-
-@pytest.mark.parametrize("wrong", WRONG, ids=str)
-def test_a_wrong_store_fails_in_one_sentence(run_cases: Callable[..., CellRun], wrong: Wrong) -> None:
-    run = run_cases(wrong.connector, variants=wrong.variants)
-    [(case, pattern)] = wrong.fails.items()
-    assert {name.partition("[")[0] for name in run.failed} == {case}
-    assert re.search(pattern, next(iter(run.findings.values())).diagnosis)
 
 
 @pytest.mark.parametrize(

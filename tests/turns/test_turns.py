@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import copy
 import json
-import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from pytest_kvconform.plan import load_module
 from tests.helpers.case_runner import CaseRunner, CellRun
-from tests.helpers.wrong import Wrong, on
 
 TURNS = "bytes/turns/next_turn"
 RIGHT = ("KeepsForTheNextTurn", "CopiesForTheNextTurn")
@@ -30,33 +27,6 @@ READ_FREED, LEASE_FREED, NAMED = (
     "d_frees_what_nobody_reads[no_turn]",
     "d_keeps_only_what_it_has_named",
 )
-WRONG = [
-    Wrong("MixesUpWhatItHasLoaded", {f"{D_IS_RIGHT}[next_turn]": "block"}),
-    Wrong("NamesWrongBlocks", {f"{LOADS}[next_turn]": "block"}),
-    Wrong("FreesBeforeTheRead", {f"{READ}[overwritten]": "request"}, variants="overwritten"),
-    Wrong(
-        "NeverFrees",
-        {
-            f"{READ_FREED}[next_turn]": "never notifies D",
-            LEASE_FREED: "waits for a reader without a deadline",
-            f"{FREED}[n17]": "their lease of 0.05 s is over",
-        },
-        variants="n17",
-    ),
-    Wrong("HoldsWhatItHasLoaded", {f"{ENDS}[next_turn]": "has not reported in finished_sending that P may"}),
-    Wrong("FreesAtTheLeaseAlone", {f"{READ_FREED}[next_turn]": "never notifies D"}),
-    Wrong("FreesWhatIsReadAlone", {LEASE_FREED: "waits for a reader without a deadline"}),
-    Wrong("GivesThePromptAlone", {f"{COMPUTES}[next_turn]": ""}),
-    Wrong("KeepsAndReturnsNothing", {f"{NAMED}[next_turn]": NOBODY, f"{COMPUTES}[next_turn]": ""}),
-    Wrong("KeepsWhatWasAborted", {f"{NAMED}[aborted_on_d]": NOBODY}, variants="aborted_on_d"),
-    Wrong(
-        "AnnouncesAgain",
-        on(f"{ENDS}[preempted] {ENDS}[late-recompute]", "never reported"),
-        variants="preempted late-recompute",
-    ),
-    Wrong("PairsLastBlocks", {f"{SHORTER}[shorter]": "block is off by"}, variants="shorter"),
-    Wrong("ServesWhatIsGone", {f"{LATE}[late-fail]": ""}, variants="late-fail"),
-]
 
 
 def declared(**features: Any) -> dict[str, str]:
@@ -89,21 +59,6 @@ def test_right_connectors_pass(run_cases: Callable[..., CellRun], connector: str
     moved = run.evidence[f"{LOADS}[next_turn]"]
     assert moved.bytes_moved > 0
     assert moved.external_tokens == run.evidence[f"{COMPUTES}[next_turn]"].external_tokens
-
-
-@pytest.mark.parametrize("wrong", WRONG, ids=str)
-def test_a_mistake_is_found_by_its_case(run_cases: Callable[..., CellRun], wrong: Wrong) -> None:
-    run = run_turns(run_cases, wrong.connector, f"next_turn no_turn {wrong.variants}")
-    found = {name: finding for name, finding in run.findings.items() if name in run.failed}
-    assert found.keys() == wrong.fails.keys(), (run.outcomes, run.findings)
-    for name, says in wrong.fails.items():
-        assert re.search(says, found[name].diagnosis), found[name]
-
-
-def test_every_case_has_a_mistake_that_it_finds() -> None:
-    found = {name.partition("[")[0] for wrong in WRONG for name in wrong.fails}
-    cases = {case.name for case in load_module(TURNS)[1]}
-    assert cases == found - {FREED}
 
 
 def test_undeclared_blocks_for_a_later_request_are_named_as_such(run_cases: Callable[..., CellRun]) -> None:

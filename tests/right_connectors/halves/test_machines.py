@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,23 +12,6 @@ from pytest_kvconform.rigs.bytes.faulty.messages import EngineObservation, RankO
 from pytest_kvconform.rigs.cluster.peers.scenario_engines import DecodeResult, ScenarioObservation
 from pytest_kvconform.rigs.engine.messages import Trace
 from pytest_kvconform.suite.protocol.peers import rank_reports
-from tests.helpers.case_runner import CaseRunner, CellRun
-from tests.helpers.fixtures import fixtures
-
-ONCE = "failed_load_is_reported_once"
-case_runner, run_cases = fixtures(
-    lambda: CaseRunner("tests.right_connectors.halves.machines", "protocol", ("llama3_1_8b",), "quick"),
-    lambda case_runner: partial(case_runner.run, family="llama3_1_8b", setup="b16"),
-    scope="module",
-)
-
-
-@pytest.mark.parametrize("connector", ["SharesAMachine", "LeavesWhatEnded"])
-def test_loads_may_fail_in_several_scenarios(run_cases: Callable[..., CellRun], connector: str) -> None:
-    run = run_cases(connector, only=lambda planned: planned.module == "protocol/peers/rank_reports")
-    reasons = {result.id: result.finding or result.reason for result in run.results}
-    assert run.outcomes[ONCE] == "PASS", reasons
-    assert set(run.outcomes.values()) <= {"PASS", "NOT-APPLICABLE"}, reasons
 
 
 def test_they_may_fail_with_the_same_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,13 +33,3 @@ def test_they_may_fail_with_the_same_blocks(monkeypatch: pytest.MonkeyPatch) -> 
     case = inspect.unwrap(rank_reports.failed_load_is_reported_once)
     evidence = case(SimpleNamespace(peers=SimpleNamespace(lease_s=3.0)), None)
     assert (evidence.looked_at, evidence.notes["reports"]) == (18, 1)
-
-
-def test_a_failure_that_nobody_reports_is_found_beside_others(run_cases: Callable[..., CellRun]) -> None:
-    run = run_cases("LosesFailures", only=lambda planned: planned.module == "protocol/peers/rank_reports")
-    assert run.outcomes[ONCE] == "FAIL", run.reasons
-    finding = run.findings[ONCE]
-    assert (finding.rule, finding.happened) == (
-        "KV-RANK-003",
-        "a load failed on the last rank of D, and no rank reported it as failed",
-    )

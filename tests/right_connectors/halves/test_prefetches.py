@@ -114,5 +114,5 @@ def test_blocks_that_p_holds_in_the_pool_of_vllm_are_freed_by_its_workers(
         "handed_over_blocks_are_kept_until_sent[p-length]",
         "abort_leaves_other_requests_alone[waiting]",
     }
-    run = run_cases("tests.peers.wrong_connectors:HoldsInPool", cases)
+    run = run_cases("tests.wrong_connectors.peers:HoldsInPool", cases)
     assert run.outcomes == dict.fromkeys(cases, "PASS"), why(run)

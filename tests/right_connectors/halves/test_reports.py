@@ -6,7 +6,6 @@ Wrong connectors beside the right ones are found.
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -16,7 +15,6 @@ import pytest
 from tests.helpers.case_runner import CaseRunner, CellRun
 from tests.helpers.fixtures import fixtures
 
-SHORT = 0.3  # of deadlines, which these tests wait for
 LEASE = {"lease": "kv_lease_duration"}
 RANKS, LEASES = "protocol/peers/rank_reports", "protocol/peers/lease"
 ENDS = "abort_at_the_end_of_a_load_frees_blocks[reported]", "abort_at_the_end_of_a_load_frees_blocks[known]"
@@ -47,26 +45,6 @@ def test_the_scheduler_half_may_take_requests_out_of_the_report(run_cases: Calla
     run = run_cases("protocol", "ParksReports", RANKS, LEASES, declared=LEASE)
     assert run.wrong == {}
     assert run.outcomes["only_waiting_requests_are_reported[P]"] == "PASS"
-
-
-@pytest.mark.parametrize(
-    ("connector", "says"),
-    [
-        ("EndsWhatIsOrdered", "of D loaded wrong bytes"),
-        ("ForgetsSends", r"rank 0 of P never named request .*, nor did update_connector_output"),
-        ("TakesOutLoads", "the ranks of D named request .* and update_connector_output took it out"),
-    ],
-)
-def test_what_the_scheduler_half_makes_of_a_report_is_judged(
-    run_cases: Callable[..., CellRun], connector: str, says: str
-) -> None:
-    case = "each_rank_reports_once"
-    run = run_cases(
-        "protocol", connector, declared=LEASE, scale=SHORT, only=lambda planned: planned.case.name == case
-    )
-    finding = run.findings[case]
-    assert finding.rule == "KV-RANK-001"
-    assert re.search(says, finding.happened), finding
 
 
 def test_a_load_that_the_scheduler_half_ends_too_early_is_named_as_such(

@@ -1,1 +1,0 @@
-"""Prompts of which D has the beginning."""
