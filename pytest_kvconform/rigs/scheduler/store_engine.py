@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from vllm.forward_context import set_forward_context
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
@@ -34,6 +33,7 @@ from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.scheduler.rig import BLOCK, BLOCKS, Rig, Side, first_block, longer
 from pytest_kvconform.rigs.scheduler.worker_half import WorkerHalf
 from pytest_kvconform.rigs.vllm_setup.compat import pre_forward
+from pytest_kvconform.rigs.vllm_setup.worker import forward_context
 
 REQUEST_BLOCKS = 8  # blocks of a request, beyond what its connector's declaration adds to every prompt
 ENCODER_TOKENS = 1024
@@ -229,7 +229,7 @@ def step_of_worker(half: WorkerHalf, caches: dict[str, Any], output: Any, slots:
         for name in group.layer_names
         if name in half.layers
     }
-    with set_forward_context(context, half.config):
+    with forward_context(context, half.config):
         guard("start_load_kv", pre_forward, half.active, output)
         for name, layer in half.layers.items():
             if not isinstance(layer.spec, MambaSpec):

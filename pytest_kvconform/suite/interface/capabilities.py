@@ -13,8 +13,8 @@ from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.scheduler.connector_class import call_class_hook, require_standard_reports
 from pytest_kvconform.rigs.scheduler.rig import Rig, Side
 from pytest_kvconform.rigs.vllm_setup.answers import why_no_truth
-from pytest_kvconform.rigs.vllm_setup.classes import class_named, has_hook
 from pytest_kvconform.rigs.vllm_setup.engine_config import LAYOUT_ALIASES, layout_names
+from pytest_kvconform.rigs.vllm_setup.hooks import class_named, has_hook
 from pytest_kvconform.suite.interface._cells import once
 
 DELIVERY = "requires_kv_delivery"
