@@ -8,6 +8,7 @@ from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.scheduler.leaks import integers
 from pytest_kvconform.rigs.scheduler.live.endings import Ending, require_bounded_memory
 from pytest_kvconform.rigs.scheduler.rig import Rig, Side
+from pytest_kvconform.rigs.scheduler.store_engine import start_engine_with_worker
 from pytest_kvconform.suite.protocol._scenarios import (
     ENDED_PREFILLS,
     ENDINGS,
@@ -167,8 +168,6 @@ def _require_workers_to_report(rig: Rig, ending: Ending) -> None:
     """For an aborted prefill request_finished returned True, because writes may be under way. Abort one on an
     engine with a real worker half, and raise Violation unless the worker reports it soon.
     """
-    from pytest_kvconform.rigs.scheduler.store_engine import start_engine_with_worker
-
     p = start_engine_with_worker(rig)
     _, id, _ = run_to_end(rig, ending, (p,))
     [call] = p.calls_of(ENDED, id)

@@ -17,6 +17,7 @@ from pytest_kvconform.case import case
 from pytest_kvconform.result import Cell, Evidence, NotApplicable, Violation
 from pytest_kvconform.rigs.scheduler.live.endings import Ending
 from pytest_kvconform.rigs.scheduler.rig import Rig, Side
+from pytest_kvconform.rigs.scheduler.store_engine import end_engine_with_worker, start_engine_with_worker
 from pytest_kvconform.suite.protocol._scenarios import (
     ENDINGS,
     PROMPT,
@@ -137,11 +138,6 @@ def mixed_requests_with_a_step_in_flight(rig: Rig, role: str) -> Evidence:
 @case("KV-ASYNC-001", applies=_dense, rig="scheduler")
 def saved_prompts_load_with_a_step_in_flight(rig: Rig, _: None) -> Evidence:
     """A store saves a prompt, and loads it again, with a step in flight."""
-    from pytest_kvconform.rigs.scheduler.store_engine import (
-        end_engine_with_worker,
-        start_engine_with_worker,
-    )
-
     if not rig.subject.is_store:
         raise NotApplicable(f"{rig.subject.connector} is no store: it saves nothing")
 
