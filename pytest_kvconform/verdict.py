@@ -21,7 +21,6 @@ from pytest_kvconform.apply_declaration import (
     WORKS_THOUGH_UNSUPPORTED,
     Criteria,
     FeatureResult,
-    apply_declaration,
     broken_rule,
     feature_results,
     shown_finding,
@@ -88,15 +87,14 @@ def decide_verdict(
     troubles: Sequence[str] = (),
     criteria: Criteria | None = None,
 ) -> Verdict:
-    """Return the verdict of a run. The order of the results does not matter.
+    """Return the verdict of a run. The order of the results does not matter. The declaration has been applied
+    to each of them.
 
     `expected`: ids that were selected; None if unknown. `troubles`: sentences about processes or files of
     the suite (a process did not end, the report could not be written); each makes the verdict HARNESS.
     `criteria`: what was declared; None if no declaration is required.
     """
     results = sorted((_require_evidence(result) for result in results), key=lambda result: result.id)
-    if criteria is not None:
-        results = [apply_declaration(result, criteria) for result in results]
     expected = sorted(expected) if expected is not None else None
     word, sentence = _word_and_sentence(results, expected, troubles, criteria)
     return Verdict(
