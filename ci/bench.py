@@ -92,10 +92,9 @@ def cell(topology: str) -> float:
     zygote = bench.start_zygote(settings)
     try:
         facts = bench.probe_subject(zygote.address, subject, 300)
-        table = bench.Bench(zygote.address, subject, settings, facts, lambda sentence: None)
-        table.use(Cell(FAMILY, topology))
+        table = bench.Benches(zygote.address, subject, settings, facts, lambda sentence: None)
         began = time.monotonic()
-        found = table.engine.observe(table.cell, Scenario("first", (Prompt(tokens(100)),)))
+        found = table.engine.observe(Cell(FAMILY, topology), Scenario("first", (Prompt(tokens(100)),)))
         took = time.monotonic() - began - found.seconds["oracle"]
         assert not found.stuck, found.stuck
         table.close()

@@ -23,6 +23,14 @@ MATRICES = ("quick", "full")  # of the files of the rigs
 EVERY_MATRIX = (*MATRICES, NIGHTLY)
 RIGS = ("engine", "bytes", "scheduler", "peers", "serving")
 MODELS = ("engine", "serving")  # rigs whose cells are families, with checkpoints; of the others geometries
+# tier of the suite -> rigs of its cases
+RIGS_OF_TIERS = {
+    "interface": ("scheduler",),
+    "protocol": ("scheduler", "peers"),
+    "bytes": ("bytes",),
+    "engine": ("engine",),
+    "accuracy": ("serving",),
+}
 FILES = {"serving": "accuracy"}  # names of matrix files that are not those of their rigs
 
 

@@ -30,7 +30,6 @@ REFUSED_THOUGH_SUPPORTED = "KV-DECLARE-001"
 WORKS_THOUGH_UNSUPPORTED = "KV-DECLARE-002"
 WRONG_THOUGH_UNSUPPORTED = "KV-DECLARE-003"
 UNEQUAL_SIZES = "tp-heterogeneous"
-AND_THE_CASE = ", and the case "  # after it: why the case was BLOCKED, before the declaration was applied
 _START = "engines_start"  # the case on which all cases of a cell depend
 # "not selected": no case that ran tests the feature, and cases that were left out need it
 Observed = Literal["works", "fails", "refused", "blocked", "not looked at", "not selected"]
@@ -63,11 +62,7 @@ class FeatureResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def apply_declaration(result: CaseResult, criteria: Criteria) -> CaseResult:
-    """Return the result of a case after the declaration is applied. Applying it twice changes nothing."""
-    if result.case_outcome is not None:
-        result = msgspec.structs.replace(
-            result, outcome=result.case_outcome, case_outcome=None, declaration_rule=""
-        )
+    """Return the result of a case, as the case ended, after the declaration is applied to it."""
     applied = _apply_unsupported(result, criteria)
     if applied.outcome is not Outcome.FAIL:
         return applied
@@ -89,6 +84,26 @@ def apply_declaration(result: CaseResult, criteria: Criteria) -> CaseResult:
     return applied
 
 
+def apply_again(result: CaseResult, criteria: Criteria) -> CaseResult:
+    """Return a result of a report, to which a declaration has been applied, after this one is applied in its
+    place: the result itself if that changes no outcome. `kvconform verify` and `merge` look at earlier runs.
+    """
+    ended = msgspec.structs.replace(
+        result,
+        outcome=result.case_outcome or result.outcome,
+        case_outcome=None,
+        declaration_rule="",
+        reason="" if result.case_outcome is Outcome.FAIL else result.reason,  # a failure has a finding
+    )
+    applied = apply_declaration(ended, criteria)
+    kept = (applied.outcome, applied.case_outcome, applied.declaration_rule) == (
+        result.outcome,
+        result.case_outcome,
+        result.declaration_rule,
+    )
+    return result if kept else applied
+
+
 def _known_failure(result: CaseResult, criteria: Criteria, state: str) -> KnownFailure | None:
     """Return the first known failure in this state that matches the case."""
     return next((e for e in criteria.known if e.state == state and e.matches(result.id)), None)
@@ -100,7 +115,6 @@ def _apply_unsupported(result: CaseResult, criteria: Criteria) -> CaseResult:
     if not lacking:
         return result
     declared = f"{lacking[0]} is declared unsupported ({criteria.features[lacking[0]]})"
-    own_reason = result.reason.removeprefix(f"{declared}{AND_THE_CASE}")
     outcome, rule, observed = Outcome.NOT_APPLICABLE, "", ""
     judged = result.outcome in (Outcome.PASS, Outcome.FAIL)
     if judged and not all(features.load()[name].refusable for name in lacking):
@@ -122,7 +136,7 @@ def _apply_unsupported(result: CaseResult, criteria: Criteria) -> CaseResult:
         refusal = (result.finding.diagnosis or result.finding.happened) if result.finding else ""
         observed = f", and the connector refused it{f': {refusal}' if refusal else ''}"
     elif result.outcome is Outcome.BLOCKED and _is_due_to(result, lacking):
-        observed = f"{AND_THE_CASE}{own_reason}"
+        observed = f", and the case {result.reason}"
     else:
         # a case that was blocked or not applicable for another reason shows nothing about the declaration
         return result

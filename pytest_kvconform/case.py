@@ -10,21 +10,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from model_matrix.cells import RIGS_OF_TIERS
 from pytest_kvconform.case_outcome import CaseEnd
 from pytest_kvconform.result import Cell, Evidence
 
 if TYPE_CHECKING:
     from pytest_kvconform.rigs.bench import Bench
 
-# Tier -> rigs of its cases. A case that names no rig runs on the only one of its tier. Cells of a rig:
-# model_matrix/<rig>.toml; of the rig "serving" accuracy.toml.
-RIGS_OF_TIERS = {
-    "interface": ("scheduler",),
-    "protocol": ("scheduler", "peers"),
-    "bytes": ("bytes",),
-    "engine": ("engine",),
-    "accuracy": ("serving",),
-}
 # body(bench, variant), on the scheduler rig body(rig, variant): returns evidence, or raises
 # Violation, Blocked, NotApplicable or HarnessError. The registered body of a case of the
 # scheduler rig returns a CaseEnd.
@@ -57,11 +49,12 @@ def case(
 ) -> Callable[[Body], Body]:
     """Register a function as a case. A variant of None adds no word to the id.
 
-    The function is called as `body(bench, variant)` and must return Evidence. With `rig="scheduler"` it is
-    called as `body(rig, variant)` in a process of its own that has vLLM, see
-    pytest_kvconform/rigs/scheduler/rig.py; the variant travels there. With `rig="peers"` it names
-    the `scenarios` that it observes: a run has those of its cases. None stands for the one that the variant
-    names. Raises ValueError if the rig has to be named and is not.
+    A case that names no rig runs on the only one of its tier. The function is called as
+    `body(bench, variant)` and must return Evidence. With `rig="scheduler"` it is called as
+    `body(rig, variant)` in a process of its own that has vLLM, see pytest_kvconform/rigs/scheduler/rig.py;
+    the variant travels there. With `rig="peers"` it names the `scenarios` that it observes: a run has those
+    of its cases. None stands for the one that the variant names. Raises ValueError if the rig has to be named
+    and is not.
     """
 
     def register(body: Body) -> Body:
@@ -86,6 +79,3 @@ def _on_scheduler_rig(body: Body, rule: str) -> Body:
         return bench.scheduler.run(bench.cell, body.__module__, body.__name__, rule, variant)
 
     return run
-
-
-__all__ = ["RIGS_OF_TIERS", "Body", "Case", "case"]

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from model_matrix.cells import EVERY_MATRIX
 from pytest_kvconform import __version__, doctor, features, loading, plan, rules, starter
@@ -61,6 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
+    """The parser of `_COMMANDS`. Its namespaces have the parser of every command, for `completion`."""
     parser = argparse.ArgumentParser(
         prog="kvconform",
         description=(
@@ -69,72 +72,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"pytest-kvconform {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-
-    def command(name: str, run: Callable[[argparse.Namespace], int], help: str) -> argparse.ArgumentParser:
-        one = commands.add_parser(name, help=help, description=help)
-        one.set_defaults(run=run)
-        return one
-
-    command(
-        "doctor",
-        lambda options: doctor.main(),
-        "print what is installed, what can run here, and what is missing",
-    )
-    one = command(
-        "list",
-        _list,
-        "list cases, rules, levels, clauses, families, features or settings; manifest: all cases with what "
-        "belongs to them, as JSON",
-    )
-    one.add_argument("what", choices=[*sorted(_LISTS), _MANIFEST])
-    one.add_argument(
-        "--matrix",
-        choices=EVERY_MATRIX,
-        default="quick",
-        help="for cases, families and the manifest (default: %(default)s)",
-    )
-    one = command(
-        "explain",
-        _explain,
-        "print one rule, or one clause of vLLM's contract, with all details; of a case: its rule",
-    )
-    one.add_argument("rule", metavar="ID", help="of a rule, a clause or a case")
-    one = command(
-        "verify",
-        _verify,
-        "recompute the verdict of a report, or of a claim and its badges, and print what does not follow",
-    )
-    one.add_argument("report", metavar="REPORT", type=Path, help=f"{_REPORT}, or {CLAIM_HELP}")
-    add_claim_arguments(command("claim", run_claim, "run the whole suite as a claim, once for each seed"))
-    one = command("badge", print_badges, "write the badges of a claim, and a predicate for an attestation")
-    one.add_argument("claim", metavar="CLAIM", type=Path, help=CLAIM_HELP)
-    add_register_arguments(command("register", register, "write the entry of a claim for the registry"))
-    one = command("html", _html, "draw a report as a page for people, one HTML file")
-    one.add_argument("report", metavar="REPORT", type=Path, help=_REPORT)
-    one.add_argument(
-        "-o", "--output", metavar="FILE", type=Path, help=f"default: {page.FILE} in the folder of the report"
-    )
-    one = command("merge", print_merged, "make one report of all shards of a run, and print its verdict")
-    one.add_argument("reports", metavar="REPORT", type=Path, nargs="+", help=f"of each shard: {_REPORT}")
-    one.add_argument(
-        "--report", metavar="DIR", default="", help=f"folder for report.json (default: {Settings.report})"
-    )
-    add_matrix_arguments(
-        command("matrix", print_matrix, "print the cells that a run has, what each costs, and its shard")
-    )
-    one = command("diff", _diff, "print what changed from one report to another")
-    one.add_argument("before", metavar="A", type=Path, help=f"the earlier one: {_REPORT}")
-    one.add_argument("after", metavar="B", type=Path, help=f"the later one: {_REPORT}")
-    one = command(
-        "new", _new, "write a small connector that conforms, its declaration and a CI job into this folder"
-    )
-    one.add_argument("name", metavar="NAME", help="of the module, such as my_connector")
-    one = command(
-        "completion",
-        lambda options: _completion(options.shell, parser, commands.choices.values()),
-        "print the script with which a shell completes kvconform",
-    )
-    one.add_argument("shell", choices=("bash", "zsh"))
+    for command in _COMMANDS:
+        one = commands.add_parser(command.name, help=command.help, description=command.help)
+        one.set_defaults(run=command.run, parser=parser, commands=commands.choices.values())
+        for add in command.arguments:
+            add(one)
     return parser
 
 
@@ -322,19 +264,140 @@ def _new(options: argparse.Namespace) -> int:
 # ---- completion -------------------------------------------------------------------------------------------
 
 
-def _completion(
-    shell: str, parser: argparse.ArgumentParser, commands: Iterable[argparse.ArgumentParser]
-) -> int:
+def _completion(options: argparse.Namespace) -> int:
     import shtab  # here, so that the other commands do not load it
 
     paths = {"DIR": shtab.DIRECTORY}  # metavar of an option for a folder
-    for action in (action for one in commands for action in one._actions):
+    for action in (action for one in options.commands for action in one._actions):
         if action.type is Path or action.metavar in paths:
             vars(action)["complete"] = paths.get(str(action.metavar), shtab.FILE)
         elif action.metavar == "ID":
             action.choices = [*rules.load(), *clauses.load()]
-    print(shtab.complete(parser, shell))
+    print(shtab.complete(options.parser, options.shell))
     return 0
+
+
+# ---- all commands -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Command:
+    """One command."""
+
+    name: str
+    run: Callable[[argparse.Namespace], int]  # returns the exit code
+    help: str
+    arguments: tuple[Callable[[argparse.ArgumentParser], object], ...] = ()  # each adds some
+
+
+def _argument(*names: str, **options: Any) -> Callable[[argparse.ArgumentParser], object]:
+    return lambda parser: parser.add_argument(*names, **options)
+
+
+def _path(name: str, help: str, metavar: str = "REPORT", **options: Any) -> Callable[[Any], object]:
+    return _argument(name, metavar=metavar, type=Path, help=help, **options)
+
+
+_COMMANDS = (
+    _Command(
+        "doctor",
+        lambda options: doctor.main(),
+        "print what is installed, what can run here, and what is missing",
+    ),
+    _Command(
+        "list",
+        _list,
+        "list cases, rules, levels, clauses, families, features or settings; manifest: all cases with what "
+        "belongs to them, as JSON",
+        (
+            _argument("what", choices=[*sorted(_LISTS), _MANIFEST]),
+            _argument(
+                "--matrix",
+                choices=EVERY_MATRIX,
+                default="quick",
+                help="for cases, families and the manifest (default: %(default)s)",
+            ),
+        ),
+    ),
+    _Command(
+        "explain",
+        _explain,
+        "print one rule, or one clause of vLLM's contract, with all details; of a case: its rule",
+        (_argument("rule", metavar="ID", help="of a rule, a clause or a case"),),
+    ),
+    _Command(
+        "verify",
+        _verify,
+        "recompute the verdict of a report, or of a claim and its badges, and print what does not follow",
+        (_path("report", f"{_REPORT}, or {CLAIM_HELP}"),),
+    ),
+    _Command(
+        "claim", run_claim, "run the whole suite as a claim, once for each seed", (add_claim_arguments,)
+    ),
+    _Command(
+        "badge",
+        print_badges,
+        "write the badges of a claim, and a predicate for an attestation",
+        (_path("claim", CLAIM_HELP, "CLAIM"),),
+    ),
+    _Command("register", register, "write the entry of a claim for the registry", (add_register_arguments,)),
+    _Command(
+        "html",
+        _html,
+        "draw a report as a page for people, one HTML file",
+        (
+            _path("report", _REPORT),
+            _argument(
+                "-o",
+                "--output",
+                metavar="FILE",
+                type=Path,
+                help=f"default: {page.FILE} in the folder of the report",
+            ),
+        ),
+    ),
+    _Command(
+        "merge",
+        print_merged,
+        "make one report of all shards of a run, and print its verdict",
+        (
+            _path("reports", f"of each shard: {_REPORT}", nargs="+"),
+            _argument(
+                "--report",
+                metavar="DIR",
+                default="",
+                help=f"folder for report.json (default: {Settings.report})",
+            ),
+        ),
+    ),
+    _Command(
+        "matrix",
+        print_matrix,
+        "print the cells that a run has, what each costs, and its shard",
+        (add_matrix_arguments,),
+    ),
+    _Command(
+        "diff",
+        _diff,
+        "print what changed from one report to another",
+        (
+            _path("before", f"the earlier one: {_REPORT}", "A"),
+            _path("after", f"the later one: {_REPORT}", "B"),
+        ),
+    ),
+    _Command(
+        "new",
+        _new,
+        "write a small connector that conforms, its declaration and a CI job into this folder",
+        (_argument("name", metavar="NAME", help="of the module, such as my_connector"),),
+    ),
+    _Command(
+        "completion",
+        _completion,
+        "print the script with which a shell completes kvconform",
+        (_argument("shell", choices=("bash", "zsh")),),
+    ),
+)
 
 
 if __name__ == "__main__":

@@ -18,10 +18,9 @@ from typing import NamedTuple
 
 import psutil
 
-from model_matrix.cells import MODELS
+from model_matrix.cells import MODELS, RIGS_OF_TIERS
 from model_matrix.limits import CPU_FEATURES, Limit, cpu_features
 from pytest_kvconform import __version__, extras
-from pytest_kvconform.case import RIGS_OF_TIERS
 from pytest_kvconform.declaration import version
 from pytest_kvconform.plan import limits_here
 from pytest_kvconform.rigs.vllm_setup.compat import (

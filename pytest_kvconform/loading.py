@@ -39,7 +39,10 @@ def rules_folder() -> Path:
 
 
 def bench_module() -> Any:
-    """Return the module that starts engines: start_zygote, probe_subject, Bench, SubjectFacts, BadSubject."""
+    """Return the module that starts engines.
+
+    It has start_zygote, probe_subject, Benches, SubjectFacts and BadSubject.
+    """
     return importlib.import_module(_module_name("pytest_kvconform.rigs.bench", "bench"))
 
 

@@ -94,32 +94,7 @@ def make_plan(settings: Settings, arguments: Sequence[str], lacking: Sequence[st
     Raises BadSetting if a tier, level, family, topology, rule, feature or argument matches nothing, or if a
     shard would be empty; BadSuite for a file without cases.
     """
-    tiers = sorted({module.split("/")[0] for module in module_names()}, key=tier_order)
-    for tier in settings.tier:
-        if tier not in tiers:
-            raise BadSetting(
-                f"--kv-tier: there is no tier {tier!r}{did_you_mean(tier, tiers)}; there are "
-                f"{', '.join(tiers)}"
-            )
-    for pattern in settings.rule:
-        if not fnmatch.filter(rules.load(), pattern):
-            raise BadSetting(
-                f"--kv-rule: no rule is called {pattern!r}{did_you_mean(pattern, rules.load())}; see: "
-                "kvconform list rules"
-            )
-    for name in settings.feature:
-        if name not in features.load():
-            known = features.load()
-            raise BadSetting(
-                f"--kv-feature: there is no feature {name!r}{did_you_mean(name, known)}; there are "
-                f"{', '.join(known)}"
-            )
-    for level in settings.level:
-        if level not in LEVELS:
-            raise BadSetting(
-                f"--kv-level: there is no level {level!r}{did_you_mean(level, list(LEVELS))}; there are "
-                f"{', '.join(LEVELS)}"
-            )
+    _require_known_names(settings)
     _require_one_deployment(settings)
     if settings.gsm8k == HUB and not settings.real:
         raise BadSetting(
@@ -135,19 +110,7 @@ def make_plan(settings: Settings, arguments: Sequence[str], lacking: Sequence[st
             )
         except ValueError as error:
             raise BadSetting(f"--kv-family, --kv-topology: {error}") from None
-    selected = [
-        planned
-        for planned in selected
-        if (not settings.tier or planned.case.tier in settings.tier)
-        and (
-            not settings.rule
-            or any(fnmatch.fnmatchcase(planned.case.rule, pattern) for pattern in settings.rule)
-        )
-        and (
-            not settings.feature or not set(settings.feature).isdisjoint(features.required_features(planned))
-        )
-        and (not settings.level or planned.level in settings.level)
-    ]
+    selected = [planned for planned in selected if _is_named(planned, settings)]
     limited = {} if settings.deployed else _limited(every, settings.hide_cpu)
     selected = _selected_by(selected, arguments, every)
     named = ACCURACY in settings.tier or any(one.startswith(PREFIX + ACCURACY) for one in arguments)
@@ -171,6 +134,38 @@ def make_plan(settings: Settings, arguments: Sequence[str], lacking: Sequence[st
         tuple(sorted(limited.items())),
         tuple(sorted(not_installed)),
         tuple(sorted(one.id for one in others)),
+    )
+
+
+def _require_known_names(settings: Settings) -> None:
+    """Raise BadSetting for a tier, level, rule or feature that does not exist."""
+    for what, names, known in (
+        ("tier", settings.tier, sorted({name.split("/")[0] for name in module_names()}, key=tier_order)),
+        ("feature", settings.feature, [*features.load()]),
+        ("level", settings.level, [*LEVELS]),
+    ):
+        for name in names:
+            if name not in known:
+                raise BadSetting(
+                    f"--kv-{what}: there is no {what} {name!r}{did_you_mean(name, known)}; there are "
+                    f"{', '.join(known)}"
+                )
+    for pattern in settings.rule:
+        if not fnmatch.filter(rules.load(), pattern):
+            raise BadSetting(
+                f"--kv-rule: no rule is called {pattern!r}{did_you_mean(pattern, rules.load())}; see: "
+                "kvconform list rules"
+            )
+
+
+def _is_named(planned: PlannedCase, settings: Settings) -> bool:
+    """Whether the settings name a case's tier, level, rule and features, where they name any."""
+    wanted = settings.rule or ("*",)
+    return (
+        planned.case.tier in (settings.tier or (planned.case.tier,))
+        and any(fnmatch.fnmatchcase(planned.case.rule, pattern) for pattern in wanted)
+        and not (settings.feature and set(settings.feature).isdisjoint(features.required_features(planned)))
+        and (not settings.level or planned.level in settings.level)
     )
 
 

@@ -21,7 +21,6 @@ from pytest_kvconform.apply_declaration import (
     WORKS_THOUGH_UNSUPPORTED,
     Criteria,
     FeatureResult,
-    apply_declaration,
     broken_rule,
     feature_results,
     shown_finding,
@@ -88,15 +87,14 @@ def decide_verdict(
     troubles: Sequence[str] = (),
     criteria: Criteria | None = None,
 ) -> Verdict:
-    """Return the verdict of a run. The order of the results does not matter.
+    """Return the verdict of a run. The order of the results does not matter. The declaration has been applied
+    to each of them.
 
     `expected`: ids that were selected; None if unknown. `troubles`: sentences about processes or files of
     the suite (a process did not end, the report could not be written); each makes the verdict HARNESS.
     `criteria`: what was declared; None if no declaration is required.
     """
     results = sorted((_require_evidence(result) for result in results), key=lambda result: result.id)
-    if criteria is not None:
-        results = [apply_declaration(result, criteria) for result in results]
     expected = sorted(expected) if expected is not None else None
     word, sentence = _word_and_sentence(results, expected, troubles, criteria)
     return Verdict(
@@ -200,47 +198,10 @@ def _word_and_sentence(
             "VIOLATES",
             f"{_count_cases(len(failed))} {'break' if len(failed) > 1 else 'breaks'} {_rules_text(broken)}",
         )
-    if not results and not expected:
-        return "INCOMPLETE", (
-            "no case ran, because none was selected: "
-            "widen --kv-tier, --kv-family, --kv-topology, --kv-rule, -k or -m"
-        )
-    done = {result.id for result in results}
-    if missing := [name for name in expected or () if name not in done]:
-        return "INCOMPLETE", (
-            f"{len(missing)} of {_count_cases(len(expected or ()))} that were selected have no result, "
-            f"the first is {missing[0]}: "
-            "the run was stopped or a worker died; run it again to the end"
-        )
-    if blocked := of(Outcome.BLOCKED):
-        return "INCOMPLETE", _blocked_sentence(blocked, len(results))
-    passed, known = of(Outcome.PASS), of(Outcome.KNOWN)
-    here = f" in shard {criteria.shard} alone" if criteria and criteria.shard else ""
-    if criteria is not None and (wrong := _declaration_mistake(results, criteria, len(known), level)):
-        return "INCOMPLETE", wrong
-    if not passed:
-        return "INCOMPLETE", (
-            f"no case passed{here}: every case is not applicable, a warning or a known failure, which shows "
-            "nothing"
-        )
-    moved = sum(result.evidence.bytes_moved for result in passed if result.evidence)
-    moving = [
-        result
-        for result in results
-        if _tier(result) in MOVING_TIERS and not (level and result.outcome is Outcome.NOT_APPLICABLE)
-    ]
-    # a server counts tokens, and bytes only if the connector has a metric of them
-    loaded = sum(
-        result.evidence.external_tokens
-        for result in passed
-        if result.evidence and _tier(result) == COUNTING_TIER
-    )
-    if moving and not moved and not loaded:
-        return "INCOMPLETE", (
-            f"{_count_cases(len(passed))} passed{here}, but no byte was moved: also select cases that "
-            "compare KV (kv::engine/bytes), "
-            "or check whether the connector transfers anything with this --kv-config"
-        )
+    if lacks := _lacks(results, expected, criteria, level):
+        return "INCOMPLETE", lacks
+    passed, known, here = of(Outcome.PASS), of(Outcome.KNOWN), _where(criteria)
+    moved = _bytes_moved(passed)
     tail = (f", {moved:,} bytes moved and compared" if moved else "") + (here and f",{here}")
     if known:
         failures = "1 known failure" if len(known) == 1 else f"{len(known)} known failures"
@@ -249,6 +210,66 @@ def _word_and_sentence(
             f"except {failures}: {_count_cases(len(passed))} passed{tail}; the first: {known[0].reason}",
         )
     return "CONFORMS", f"{_count_cases(len(passed))} passed{tail}"
+
+
+def _lacks(
+    results: Sequence[CaseResult],
+    expected: Sequence[str] | None,
+    criteria: Criteria | None,
+    level: Level | None,
+) -> str:
+    """Return what a run, or a level of it, lacks to be complete, as one sentence; "" if nothing.
+
+    Its results have no FAIL and no HARNESS.
+    """
+    if not results and not expected:
+        return (
+            "no case ran, because none was selected: "
+            "widen --kv-tier, --kv-family, --kv-topology, --kv-rule, -k or -m"
+        )
+    done = {result.id for result in results}
+    if missing := [name for name in expected or () if name not in done]:
+        return (
+            f"{len(missing)} of {_count_cases(len(expected or ()))} that were selected have no result, "
+            f"the first is {missing[0]}: "
+            "the run was stopped or a worker died; run it again to the end"
+        )
+    if blocked := [result for result in results if result.outcome is Outcome.BLOCKED]:
+        return _blocked_sentence(blocked, len(results))
+    known = sum(result.outcome is Outcome.KNOWN for result in results)
+    if criteria is not None and (wrong := _declaration_mistake(results, criteria, known, level)):
+        return wrong
+    passed = [result for result in results if result.outcome is Outcome.PASS]
+    if not passed:
+        return (
+            f"no case passed{_where(criteria)}: every case is not applicable, a warning or a known failure, "
+            "which shows nothing"
+        )
+    moving = any(
+        _tier(result) in MOVING_TIERS and not (level and result.outcome is Outcome.NOT_APPLICABLE)
+        for result in results
+    )
+    # a server counts tokens, and bytes only if the connector has a metric of them
+    loaded = any(
+        result.evidence and result.evidence.external_tokens and _tier(result) == COUNTING_TIER
+        for result in passed
+    )
+    if moving and not loaded and not _bytes_moved(passed):
+        return (
+            f"{_count_cases(len(passed))} passed{_where(criteria)}, but no byte was moved: also select cases "
+            "that compare KV (kv::engine/bytes), "
+            "or check whether the connector transfers anything with this --kv-config"
+        )
+    return ""
+
+
+def _bytes_moved(results: Sequence[CaseResult]) -> int:
+    return sum(result.evidence.bytes_moved for result in results if result.evidence)
+
+
+def _where(criteria: Criteria | None) -> str:
+    """ " in shard 1/2 alone", or ""."""
+    return f" in shard {criteria.shard} alone" if criteria and criteria.shard else ""
 
 
 def _blocked_sentence(blocked: Sequence[CaseResult], count: int) -> str:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import msgspec
 import pytest
@@ -57,6 +58,7 @@ class Controller:
         self._services: RunningServices | None = None
         self._zygote: Any = None
         self._results: list[CaseResult] = []
+        self._decoded = WeakKeyDictionary[Any, CaseResult]()  # report of a case -> its result
         self._of_workers: set[str] | None = None  # ids that workers of xdist are to run
         self._troubles: list[str] = []
         self._report: document.Report | None = None
@@ -192,16 +194,22 @@ class Controller:
         if hasattr(report, "kv_progress"):
             write_line(self.config, f"kv: {report.kv_progress}")
         if hasattr(report, "kv_result"):
-            self._results.append(result := _result(report))
+            self._results.append(result := self._result(report))
             if self._overview and (line := self._overview.line(result)):
                 write_line(self.config, f"kv: {line}", report.nodeid)
+
+    def _result(self, report: Any) -> CaseResult:
+        """Return the result in pytest's report of a case, which is decoded once."""
+        if report not in self._decoded:
+            self._decoded[report] = msgspec.json.decode(report.kv_result, type=CaseResult)
+        return self._decoded[report]
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_report_teststatus(self, report: Any) -> Any:
         if hasattr(report, "kv_progress"):
             return "", "", ""
         if report.outcome == "skipped" and hasattr(report, "kv_result"):
-            return _LETTERS[_result(report).outcome]
+            return _LETTERS[self._result(report).outcome]
         return None
 
     def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
@@ -277,7 +285,7 @@ class Controller:
         for category in ("failed", "error"):
             reports = terminalreporter.stats.get(category, [])
             self._stats.append((reports, list(reports)))
-            reports[:] = _one_per_cause(reports)
+            reports[:] = _one_per_cause(reports, self._decoded)
         return (yield)
 
     @pytest.hookimpl(specname="pytest_terminal_summary", tryfirst=True)
@@ -318,20 +326,16 @@ class Controller:
             )
 
 
-def _result(report: Any) -> CaseResult:
-    return msgspec.json.decode(report.kv_result, type=CaseResult)
-
-
-def _one_per_cause(reports: list[Any]) -> list[Any]:
+def _one_per_cause(reports: list[Any], results: Mapping[Any, CaseResult]) -> list[Any]:
     """Return the first report of each cause, and all reports of other tests.
 
+    `results`: report of a case -> its result.
     The ids of other failures with the same cause are in a section of the first report.
     """
     groups: dict[object, list[Any]] = {}
     for report in reports:
         cause: object = id(report)
-        if hasattr(report, "kv_result"):
-            result = _result(report)
+        if (result := results.get(report)) is not None:
             cause = (result.outcome, signature(result)) if result.outcome is not Outcome.PASS else cause
         groups.setdefault(cause, []).append(report)
     for first, *others in groups.values():

@@ -137,9 +137,8 @@ class CaseItem(pytest.Item):
             pytest.fail(f"harness: {self.result.reason}\n\n{end.defect}".rstrip(), pytrace=False)
 
     def _call_body(self) -> Evidence | CaseEnd:
-        bench = self.runner.bench(self)
-        one = self.planned
-        bench.use(one.cell, one.scenarios, self.runner.scenarios.get(one.cell, ()))
+        one, benches = self.planned, self.runner.benches(self)
+        bench = benches.at(one.cell, one.scenarios, self.runner.scenarios.get(one.cell, ()))
         return one.case.body(bench, one.variant)
 
     def runtest(self) -> None:

@@ -85,7 +85,7 @@ class CaseRunner:
         self._arguments = arguments
         self.services = services_folder  # see `WorkerInput`
         self._item: pytest.Item | None = None
-        self._bench: Any = None
+        self._benches: Any = None
         self._plan: Plan | None = None
         self.left_out = 0  # cases that a conftest file or plugin left out, and that run nevertheless
         self._deselected: set[str] = set()  # ids that options of pytest left out
@@ -152,8 +152,8 @@ class CaseRunner:
             ("cell", str(planned.cell)),
         ]
 
-    def bench(self, item: CaseItem) -> Any:
-        """Return the bench of this process, made on first use.
+    def benches(self, item: CaseItem) -> Any:
+        """Return the benches of this process, made on first use.
 
         Raises Blocked or HarnessError if there is no zygote.
         """
@@ -164,22 +164,22 @@ class CaseRunner:
             raise (Blocked if self.link.outcome == "BLOCKED" else HarnessError)(self.link.reason)
         if self.services and (sentence := services.problem(self.services)):
             raise Blocked(sentence)
-        if self._bench is None:
+        if self._benches is None:
             module = loading.bench_module()
             facts = msgspec.json.decode(self.link.facts, type=module.SubjectFacts)
             run = Path(self.link.address).parent
-            self._bench = module.Bench(
+            self._benches = module.Benches(
                 self.link.address, self.subject, self.settings, facts, self.progress, shared=run
             )
         if self.subject.requires_device and item.planned.case.tier in MOVING_TIERS:
-            device = getattr(self._bench.facts, "device", "")
+            device = getattr(self._benches.facts, "device", "")
             if lacks := self.subject.lacks(device):
                 raise Blocked(lacks)
-        return self._bench
+        return self._benches
 
     def hook_calls(self) -> Sequence[HookCall]:
         """Return the last calls of the connector's hooks in what the case has observed."""
-        calls: Sequence[HookCall] = self._bench.hook_calls() if self._bench is not None else ()
+        calls: Sequence[HookCall] = self._benches.hook_calls() if self._benches is not None else ()
         return calls
 
     def without_service(self, end: CaseEnd) -> CaseEnd:
@@ -194,10 +194,10 @@ class CaseRunner:
         self.link = ZygoteLink(outcome="HARNESS", reason=reason)
 
     def close(self) -> list[str]:
-        """Close the bench of this process. Returns sentences about processes that did not end."""
-        bench, self._bench = self._bench, None
+        """Close the benches of this process. Returns sentences about processes that did not end."""
+        benches, self._benches = self._benches, None
         try:
-            sentences: list[str] = bench.close() if bench is not None else []
+            sentences: list[str] = benches.close() if benches is not None else []
         except Exception as error:  # the run goes on to its verdict, which shows the sentence
             return [f"closing the engines failed: {type(error).__name__}: {error}"]
         return sentences

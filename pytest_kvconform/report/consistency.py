@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import msgspec
 
 from pytest_kvconform import declaration
-from pytest_kvconform.apply_declaration import apply_declaration
+from pytest_kvconform.apply_declaration import apply_again
 from pytest_kvconform.declaration import AMOUNTS, KnownFailure, known_failure_state, read_features, read_known
 from pytest_kvconform.declarations import BundledDeclaration, bundled_declarations
 from pytest_kvconform.declarations.children import together
@@ -37,12 +37,7 @@ def inconsistencies(report: Report) -> list[str]:
     if report.day is not None and report.day > declaration.today():
         found.append(f"day: the report is of {report.day}, but today is {declaration.today()}")
     for result in report.results:
-        applied = apply_declaration(result, criteria)
-        if (applied.outcome, applied.case_outcome, applied.declaration_rule) != (
-            result.outcome,
-            result.case_outcome,
-            result.declaration_rule,
-        ):
+        if (applied := apply_again(result, criteria)) is not result:
             found.append(
                 f"{result.id} is {result.outcome.value} in the report, but the declaration makes it "
                 f"{applied.outcome.value}"

@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from pytest_kvconform.apply_declaration import apply_again
 from pytest_kvconform.declaration import KnownFailure
 from pytest_kvconform.report.consistency import inconsistencies
 from pytest_kvconform.report.digest import altered
-from pytest_kvconform.report.document import FILE, Report, Setting, shard_of, with_verdict
+from pytest_kvconform.report.document import FILE, Report, Setting, criteria_of, shard_of, with_verdict
 from pytest_kvconform.settings import Settings
 from pytest_kvconform.shards import numbers
 from pytest_kvconform.subject import Subject
@@ -79,7 +80,9 @@ def merge(shards: Sequence[Shard], folder: str = "") -> Report:
         results=tuple(sorted(results, key=lambda result: result.id)),
         troubles=tuple(sorted(sentence for report in reports for sentence in report.troubles)),
     )
-    return with_verdict(whole)
+    criteria = criteria_of(whole)  # a known failure may have expired at midnight
+    results = [apply_again(result, criteria) for result in whole.results]
+    return with_verdict(msgspec.structs.replace(whole, results=tuple(results)))
 
 
 def _whole(key: str, folder: str) -> Setting:

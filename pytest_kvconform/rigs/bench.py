@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BadSubject",
     "Bench",
+    "Benches",
     "SubjectFacts",
     "Zygote",
     "facts_of_deployment",
@@ -42,12 +43,37 @@ __all__ = [
 ]
 
 
+@dataclass(frozen=True)
 class Bench:
-    """One bench for each pytest process. A case asks a part of it for an observation in the current cell.
+    """What one case is given: its cell, and the benches of the rigs, which it asks for observations.
 
-    `engine`, `bytes`, `faults`, `peers`, `scheduler` and `serving` are the benches of the rigs
-    (`faults` and `peers` belong to the rig "peers"). Engines start when a case first asks for them.
+    `faults` and `peers` belong to the rig "peers". Engines start when a case first asks for them.
     """
+
+    cell: Cell
+    context: RunContext
+    engine: EngineBench
+    bytes: ByteBench
+    faults: FaultBench
+    peers: PeerBench
+    scheduler: SchedulerBench
+    serving: ServingBench
+
+    @property
+    def subject(self) -> Subject:
+        return self.context.subject
+
+    @property
+    def settings(self) -> Settings:
+        return self.context.settings
+
+    @property
+    def facts(self) -> SubjectFacts:
+        return self.context.facts
+
+
+class Benches:
+    """The benches of one pytest process, for all of its cases."""
 
     def __init__(
         self,
@@ -66,8 +92,7 @@ class Bench:
             raise Blocked(
                 f"--kv-device={settings.device} was asked for, and the installed vLLM runs on {facts.device}"
             )
-        self.subject, self.settings, self.facts = subject, settings, facts
-        self.cell = Cell("", "")
+        self.facts = facts
         self.context = RunContext(address, subject, settings, facts, progress)
         if shared is not None:
             self.context = replace(
@@ -89,14 +114,23 @@ class Bench:
         self.scheduler = SchedulerBench(self.context)
         self.serving = ServingBench(self.context)
 
-    def use(self, cell: Cell, of_case: Iterable[str] = (), of_all: Iterable[str] = ()) -> None:
-        """Make a cell the current one. A new case begins.
+    def at(self, cell: Cell, of_case: Iterable[str] = (), of_all: Iterable[str] = ()) -> Bench:
+        """The bench of the next case, which is in this cell.
 
         `of_case`: the scenarios between peers that it observes; `of_all`: those of all cases of the cell.
         """
-        self.cell = cell
         self.peers.expect(of_case, of_all)
         self.context.shown_calls.clear()
+        return Bench(
+            cell=cell,
+            context=self.context,
+            engine=self.engine,
+            bytes=self.bytes,
+            faults=self.faults,
+            peers=self.peers,
+            scheduler=self.scheduler,
+            serving=self.serving,
+        )
 
     def hook_calls(self) -> tuple[HookCall, ...]:
         """The last calls of hooks in what the case has observed last, with times of the clock."""

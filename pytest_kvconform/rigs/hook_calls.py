@@ -20,6 +20,7 @@ from pytest_kvconform.case_outcome import MOST_CALLS
 from pytest_kvconform.result import HookCall, message_of, utf8
 from pytest_kvconform.rigs.tap import around, unwrap
 from pytest_kvconform.rigs.vllm_setup.hooks import BOTH, HOOKS, WORKER
+from pytest_kvconform.rigs.vllm_setup.worker import worker_half
 
 NEAR = 12  # a call like one of so many last records is counted there
 MOST_CHARACTERS = 100  # characters of an answer, and of an id
@@ -117,9 +118,7 @@ def _shut_down(connector: Any, hook: Callable[[], None]) -> None:
 
 def watch_rank(worker: Any, side: str, most: int) -> None:
     """Note the calls of the worker half of this rank. vLLM passes the worker."""
-    from vllm.distributed.kv_transfer import get_kv_transfer_group
-
-    LastCalls(side, worker.rank, most).watch(get_kv_transfer_group(), WORKER)
+    LastCalls(side, worker.rank, most).watch(worker_half(), WORKER)
 
 
 def take_all(worker: Any = None) -> list[HookCall]:

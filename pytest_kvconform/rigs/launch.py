@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from model_matrix import UnknownName, expand, load_families, load_geometries
-from model_matrix.cells import MODELS
+from model_matrix.cells import MODELS, RIGS_OF_TIERS
 from model_matrix.variants import EAGLE
 from pytest_kvconform import extras
-from pytest_kvconform.case import RIGS_OF_TIERS
 from pytest_kvconform.result import Blocked, HarnessError
 from pytest_kvconform.rigs.processes.child import GONE
 from pytest_kvconform.rigs.processes.cores import Deadline

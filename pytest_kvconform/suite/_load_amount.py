@@ -8,11 +8,13 @@ are longer by as many tokens as a load then needs.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
-from pytest_kvconform.rigs.context import LONGER
+from pytest_kvconform.rigs.context import LONGER, declared_addition, declared_amount
 from pytest_kvconform.rigs.engine.messages import Trace, Unfinished
 from pytest_kvconform.subject import Subject
+
+Observed = TypeVar("Observed")
 
 
 class HandedOver(Protocol):
@@ -70,6 +72,23 @@ def load_is_due(subject: Subject, r: HandedOver, block: int, drops: bool = False
 def loads(observed: Ended) -> bool:
     """Whether D loaded something for a request."""
     return any(r.decode.external_tokens for r in observed.requests)
+
+
+def observe_long_enough(
+    subject: Subject, block: int, observe: Callable[[int], Observed], to_add: Callable[[Observed], int]
+) -> tuple[Observed, int]:
+    """Observe with prompts that are long enough for the connector's loads: with as many more tokens as it
+    declares to need, or else as `to_add` finds. Returns also how many tokens were added.
+
+    `observe`: tokens to add to each prompt -> the observation, which is made once. `to_add`: the observation
+    without further tokens -> how many to add. `block`: tokens of a block.
+    """
+    if declared_amount(subject):
+        by = declared_addition(subject, block)
+        return observe(by), by
+    found = observe(0)
+    by = to_add(found)
+    return (observe(by), by) if by else (found, 0)
 
 
 def tokens_to_add(subject: Subject, block: int, found: Ended, longest: Callable[[int], Any]) -> int:

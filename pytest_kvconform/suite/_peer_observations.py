@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import numpy as np
 
 from model_matrix import parse_topology
@@ -18,6 +20,7 @@ from pytest_kvconform.rigs.cluster.peers.scenario_engines import (
     DecodeResult,
     ScenarioObservation,
 )
+from pytest_kvconform.rigs.cluster.peers.scenarios import scenario_named
 from pytest_kvconform.suite.bytes._observations import wrong_words
 from pytest_kvconform.suite.bytes._stores import is_store
 
@@ -47,16 +50,24 @@ def has_peers(bench: Bench) -> None:
         raise NotApplicable("a store has no peers: the engine that saved a prompt may be gone")
 
 
-def completed(bench: Bench, name: str, rule: str, owns: str) -> ScenarioObservation:
+def engines_of(bench: Bench, name: str, roles: str = "PD") -> tuple[str, ...]:
+    """Return the names of a scenario's own engines in the cell, of these roles."""
+    engines = scenario_named(bench.cell.topology, name).engines
+    return tuple(engine for engine in engines if engine[0] in roles)
+
+
+def completed(bench: Bench, name: str, rule: str, owns: Collection[str] | None = None) -> ScenarioObservation:
     """Observe a scenario that came to its end.
 
-    Raises Violation if one of the engines named in `owns` failed. Raises NotApplicable if the connector need
+    `owns`: names of the engines whose failure breaks the rule; None: all of the scenario's own. Raises
+    Violation if one of them failed. Raises NotApplicable if the connector need
     not have what the scenario is about. Raises Blocked if another engine failed, which another case reports,
     or if the scenario shows nothing.
     """
     observed = observe(bench, name)
+    owns = engines_of(bench, name) if owns is None else owns
     if observed.failed:
-        if not observed.started or observed.failed_engine not in owns.split():
+        if not observed.started or observed.failed_engine not in owns:
             raise Blocked(f"an engine failed in another scenario: {observed.failed.sentence}")
         raise Violation(
             Finding(

@@ -14,7 +14,7 @@ import pytest
 from pytest_kvconform.case_outcome import CaseEnd, run_case
 from pytest_kvconform.plan import make_plan
 from pytest_kvconform.result import Blocked, Cell, Outcome
-from pytest_kvconform.rigs.bench import Bench, facts_of_deployment
+from pytest_kvconform.rigs.bench import Benches, facts_of_deployment
 from pytest_kvconform.rigs.serving import chain
 from pytest_kvconform.rigs.serving.data import exam_of
 from pytest_kvconform.rigs.serving.messages import Answers, Prompt
@@ -36,8 +36,8 @@ def ends(
     """How each case ends on a deployment."""
     subject = resolve(settings)
     facts = facts_of_deployment(settings, case_runner.zygote.address, subject, 60.0)
-    bench = Bench(case_runner.zygote.address, subject, settings, facts, progress)
-    bench.use(CELL)
+    benches = Benches(case_runner.zygote.address, subject, settings, facts, progress)
+    bench = benches.at(CELL)
     try:
         return {
             planned.name.partition("[")[0]: run_case(
@@ -46,7 +46,7 @@ def ends(
             for planned in make_plan(settings, ()).selected
         }
     finally:
-        bench.close()
+        benches.close()
 
 
 def deployed(**urls: str) -> Settings:
@@ -59,7 +59,7 @@ def test_a_deployment_is_asked_as_our_own_servers_are(
 ) -> None:
     questions(16)
     settings = Settings(connector="NixlConnector", config=CONFIG, tier=("accuracy",), family=("llama",))
-    ours = Bench(
+    ours = Benches(
         case_runner.zygote.address, resolve(settings), settings, case_runner.probe(settings), lambda _: None
     )
     exam = exam_of(ours.context, CELL)

@@ -13,7 +13,7 @@ import pytest
 import model_matrix.cells
 from pytest_kvconform.report import document, terminal
 from pytest_kvconform.result import Outcome
-from pytest_kvconform.rigs.bench import Bench, facts_of_deployment
+from pytest_kvconform.rigs.bench import Benches, facts_of_deployment
 from pytest_kvconform.rigs.serving import chain, data
 from pytest_kvconform.rigs.serving.data import exam_of
 from pytest_kvconform.rigs.serving.metrics import CONFIG, SOURCE, Refused, get
@@ -43,7 +43,7 @@ def servers(case_runner: CaseRunner) -> Iterator[Servers]:
     settings = Settings(connector="NixlConnector", config=NO_THREADS, tier=("accuracy",), family=("llama",))
     found = model_matrix.cells.load_accuracy_matrices()
     fewer = msgspec.structs.replace(found, questions=dict.fromkeys(found.questions, QUESTIONS))
-    bench = Bench(
+    bench = Benches(
         case_runner.zygote.address, resolve(settings), settings, case_runner.probe(settings), lambda _: None
     )
     with pytest.MonkeyPatch.context() as patch:

@@ -20,7 +20,7 @@ from model_matrix.checkpoints import DRAFT
 from pytest_kvconform.case_outcome import CaseEnd, run_case
 from pytest_kvconform.plan import make_plan
 from pytest_kvconform.result import Blocked, Cell, Outcome
-from pytest_kvconform.rigs.bench import Bench
+from pytest_kvconform.rigs.bench import Benches
 from pytest_kvconform.rigs.processes.gpus import Gpu, lease
 from pytest_kvconform.rigs.serving import bench as bench_of_servers
 from pytest_kvconform.rigs.serving import chain, data, gate
@@ -197,14 +197,14 @@ def test_gpus_are_asked_for_before_anything_else(case_runner: CaseRunner) -> Non
 
 def ends(case_runner: CaseRunner, settings: Settings) -> dict[str, CaseEnd]:
     """How each case of the cell ends."""
-    bench = Bench(
+    benches = Benches(
         case_runner.zygote.address,
         resolve(settings),
         settings,
         case_runner.probe(replace(settings, matrix="quick")),
         lambda _: None,
     )
-    bench.use(CELL)
+    bench = benches.at(CELL)
     try:
         return {
             planned.name.replace(f"[{CELL}]", ""): run_case(
@@ -213,7 +213,7 @@ def ends(case_runner: CaseRunner, settings: Settings) -> dict[str, CaseEnd]:
             for planned in make_plan(settings, ()).selected
         }
     finally:
-        bench.close()
+        benches.close()
 
 
 # ---- a whole cell -----------------------------------------------------------------------------------------
@@ -228,7 +228,9 @@ def test_a_cell_is_served_from_a_folder(
     """Servers, GPUs, questions and rules of the nightly matrix, with a canary and with GPUs that are none."""
     questions(16)
     plain = Settings(connector="NixlConnector", config=CONFIG, tier=("accuracy",), family=("llama",))
-    ours = Bench(case_runner.zygote.address, resolve(plain), plain, case_runner.probe(plain), lambda _: None)
+    ours = Benches(
+        case_runner.zygote.address, resolve(plain), plain, case_runner.probe(plain), lambda _: None
+    )
     canary = exam_of(ours.context, CELL)
     ours.close()
     real = load_real_checkpoints()["llama"]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pytest_kvconform.result import Cell
-from pytest_kvconform.rigs.bench import Bench
+from pytest_kvconform.rigs.bench import Benches
 from pytest_kvconform.rigs.context import CALL_S, REQUEST_S, SHORTER, RunContext, SubjectFacts
 from pytest_kvconform.rigs.processes.marks import Marks
 from pytest_kvconform.rigs.serving import bench as serving
@@ -94,8 +94,8 @@ def test_processes_of_a_run_see_each_others_marks(tmp_path: Path) -> None:
 
 
 def test_what_one_process_of_a_run_waited_for_another_need_not(context: RunContext, tmp_path: Path) -> None:
-    def bench(shared: Path | None) -> Bench:
-        return Bench("", context.subject, context.settings, FACTS, lambda sentence: None, shared)
+    def bench(shared: Path | None) -> Benches:
+        return Benches("", context.subject, context.settings, FACTS, lambda sentence: None, shared)
 
     mine, theirs, alone = bench(tmp_path), bench(tmp_path), bench(None)
     theirs.context.note("request", True)

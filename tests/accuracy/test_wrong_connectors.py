@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_kvconform.apply_declaration import Criteria
+from pytest_kvconform.apply_declaration import Criteria, apply_declaration
 from pytest_kvconform.result import Outcome
 from pytest_kvconform.verdict import decide_verdict
 from tests.helpers.case_runner import CaseRunner, CellRun
@@ -280,7 +280,8 @@ def test_a_clean_refusal_of_a_family_that_is_declared_unsupported_is_right(
     questions(16)
     results = run_cases("RefusesToStart").results
     assert all(result.refused for result in results if result.outcome in (Outcome.FAIL, Outcome.BLOCKED))
-    verdict = decide_verdict(results, criteria=Criteria(features={"full-attention": "not yet"}))
+    criteria = Criteria(features={"full-attention": "not yet"})
+    verdict = decide_verdict([apply_declaration(one, criteria) for one in results], criteria=criteria)
     assert not {Outcome.FAIL.value, Outcome.BLOCKED.value} & verdict.counts.keys(), verdict.causes
 
 

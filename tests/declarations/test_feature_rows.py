@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from pytest_kvconform import declaration, features
-from pytest_kvconform.apply_declaration import Criteria, apply_declaration, feature_results
+from pytest_kvconform.apply_declaration import Criteria, apply_again, apply_declaration, feature_results
 from pytest_kvconform.result import CaseResult, Cell, Evidence, Finding, Outcome
 from pytest_kvconform.verdict import decide_verdict
 
@@ -138,7 +138,7 @@ def test_one_feature_is_not_blamed_for_another():
 @pytest.mark.parametrize("refused", [False, True])
 @pytest.mark.parametrize("outcome", list(Outcome))
 @pytest.mark.parametrize("why", ["", "why"])
-def test_applying_a_declaration_twice_changes_nothing(outcome, refused, why):
+def test_applying_a_declaration_again_changes_nothing(outcome, refused, why):
     entry = declaration.KnownFailure(
         case="kv::*", issue="https://e.org/1", expires=datetime.date(2100, 1, 1), reason="r"
     )
@@ -146,10 +146,25 @@ def test_applying_a_declaration_twice_changes_nothing(outcome, refused, why):
         for claim in (False, True):
             criteria = Criteria(features=ALL | {"mla": why}, known=known, claim=claim)
             once = apply_declaration(result(outcome, "mla", refused=refused), criteria)
-            assert apply_declaration(once, criteria) == once
-            verdict = decide_verdict([once], [once.id], (), criteria)
-            assert verdict == decide_verdict([apply_declaration(once, criteria)], [once.id], (), criteria)
-            assert verdict.counts == {once.outcome.value: 1}
+            assert apply_again(once, criteria) is once
+            assert decide_verdict([once], [once.id], (), criteria).counts == {once.outcome.value: 1}
+
+
+def test_a_known_failure_that_expired_at_midnight_is_one_no_longer():
+    """As in a merged run, of whose shards one ran before midnight and one after it."""
+    entry = declaration.KnownFailure(
+        case="kv::*", issue="https://e.org/1", expires=datetime.date(2026, 5, 1), reason="r"
+    )
+    before, after = (
+        Criteria(features=ALL, known=(msgspec.structs.replace(entry, state=state),))
+        for state in ("open", "expired")
+    )
+    known = apply_declaration(result(FAIL, "mla"), before)
+    assert known.outcome is Outcome.KNOWN
+    failed = apply_again(known, after)
+    assert (failed.outcome, failed.case_outcome) == (FAIL, None)
+    assert failed == apply_declaration(result(FAIL, "mla"), after)
+    assert "has expired" in failed.reason
 
 
 @pytest.mark.parametrize(
@@ -179,7 +194,7 @@ def test_what_an_unsupported_feature_blocks_is_not_applicable(depends_on, needs,
         once = apply_declaration(one, criteria)
         assert once.outcome == expected
         assert once.reason.endswith(reason)
-        assert apply_declaration(once, criteria) == once
+        assert apply_again(once, criteria) is once
         assert decide_verdict([once], [once.id], (), criteria).counts == {expected: 1}
 
 
@@ -202,7 +217,7 @@ def test_unequal_sizes_that_split_nothing_show_no_hidden_ability(
     applied = apply_declaration(passed, criteria)
     [row] = [row for row in feature_results([applied], criteria) if row.name == "tp-heterogeneous"]
     assert (applied.outcome, row.observed, row.rule) == (outcome, observed, rule)
-    assert apply_declaration(applied, criteria) == applied
+    assert apply_again(applied, criteria) is applied
 
 
 def test_unequal_sizes_that_split_nothing_must_not_fail() -> None:

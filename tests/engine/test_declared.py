@@ -34,14 +34,14 @@ def test_unsupported(case_runner: CaseRunner, connector: str) -> None:
     outcomes, observed, rule = ENDS[connector]
     applied = [apply_declaration(result, CRITERIA) for result in results]
     assert {result.outcome.value for result in applied} == outcomes
-    verdict = decide_verdict(results, None, (), CRITERIA)
+    verdict = decide_verdict(applied, None, (), CRITERIA)
     [row] = [row for row in verdict.features if row.name == UNEQUAL]
     assert (row.declared, row.observed, row.rule) == ("unsupported", observed, rule)
     # no case that passes is left
     assert verdict.word == ("VIOLATES" if rule == "KV-DECLARE-003" else "INCOMPLETE")
     if rule == "KV-DECLARE-003":
         assert {result.declaration_rule for result in applied if result.outcome == "FAIL"} == {rule}
-    claim = decide_verdict(results, None, (), msgspec.structs.replace(CRITERIA, claim=True))
+    claim = decide_verdict(applied, None, (), msgspec.structs.replace(CRITERIA, claim=True))
     assert claim.word == ("INCOMPLETE" if connector in ("Declines", "GivesUp", "Works") else "VIOLATES")
 
 

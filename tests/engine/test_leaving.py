@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pytest_kvconform.result import Cell
-from pytest_kvconform.rigs.bench import Bench
+from pytest_kvconform.rigs.bench import Benches
 from pytest_kvconform.rigs.engine import handle
 from pytest_kvconform.settings import Settings
 from pytest_kvconform.subject import resolve
@@ -43,7 +43,7 @@ def test_engines_sign_off_while_the_next_cell_starts(
         connector=f"tests.wrong_connectors.engine:{connector}", config=CONFIG, tier=("engine",)
     )
     facts, subject = case_runner.probe(settings), resolve(settings)
-    bench = Bench(case_runner.zygote.address, subject, settings, facts, lambda sentence: None)
+    bench = Benches(case_runner.zygote.address, subject, settings, facts, lambda sentence: None)
     master = case_runner.zygote.run_dir / "master"
     bench.engine.engines(Cell("llama", "P1D1"))
     assert len(left(master)) == 4  # both halves of two engines

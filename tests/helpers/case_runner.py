@@ -18,7 +18,7 @@ from pytest_kvconform.result import (
     Finding,
     Outcome,
 )
-from pytest_kvconform.rigs.bench import Bench, SubjectFacts, probe_subject, start_zygote
+from pytest_kvconform.rigs.bench import Benches, SubjectFacts, probe_subject, start_zygote
 from pytest_kvconform.settings import CPU_FEATURES, Settings
 from pytest_kvconform.settings.parsers import words_and_those_before
 from pytest_kvconform.subject import resolve
@@ -165,7 +165,7 @@ class CaseRunner:
             report=str(self.zygote.run_dir / "report"),
             **(declared or {}),
         )
-        bench = Bench(
+        benches = Benches(
             self.zygote.address, resolve(settings), settings, self.probe(settings), lambda sentence: None
         )
         selected = [
@@ -177,9 +177,9 @@ class CaseRunner:
         ]
         scenarios = scenarios_by_cell(selected)
         try:
-            return CellRun([_result(bench, one, scenarios[one.cell]) for one in selected])
+            return CellRun([_result(benches, one, scenarios[one.cell]) for one in selected])
         finally:
-            bench.close()
+            benches.close()
 
 
 @functools.cache  # a second of a processor for the full matrix
@@ -200,12 +200,12 @@ def _plan(
     return tuple(order_by_cell(make_plan(settings, ()).selected, settings.seed))
 
 
-def _result(bench: Bench, planned: PlannedCase, scenarios: Collection[str]) -> CaseResult:
+def _result(benches: Benches, planned: PlannedCase, scenarios: Collection[str]) -> CaseResult:
     def body() -> object:
-        bench.use(planned.cell, planned.scenarios, scenarios)
+        bench = benches.at(planned.cell, planned.scenarios, scenarios)
         return planned.case.body(bench, planned.variant)
 
-    end = with_calls(run_case(body, planned.case.name), bench.hook_calls())
+    end = with_calls(run_case(body, planned.case.name), benches.hook_calls())
     return CaseResult(
         id=planned.id,
         rule=planned.case.rule,

@@ -17,10 +17,10 @@ RIGS = f"{PLUGIN}.rigs"
 HEAVY = ("torch", "vllm", "transformers", "nixl", "ray")
 
 # The modules of the plugin: those that rigs may import, and the upper ones, which they may not.
-LOWER = tuple("services result case case_outcome extras kv_config subject kvspace rigs".split())
+LOWER = tuple("services result case_outcome extras kv_config subject kvspace rigs".split())
 UPPER = tuple(
     f"{PLUGIN}.{name}"
-    for name in """plugin pytest_hooks settings declaration declarations apply_declaration features
+    for name in """case plugin pytest_hooks settings declaration declarations apply_declaration features
                    plan loading rules verdict report cli doctor claims shards starter suite""".split()
 )
 LIGHT = (*UPPER, *(f"{PLUGIN}.{name}" for name in LOWER if name not in ("kvspace", "rigs")))
@@ -55,8 +55,8 @@ FORBIDDEN: dict[str, tuple[str, ...]] = {
     RIGS: (*UPPER, "pytest"),
     f"{RIGS}.processes": HEAVY,
     **dict.fromkeys(LIGHT, HEAVY),
-    # a case of the suite may ask for the strength of its rule
-    f"{PLUGIN}.suite": (*(set(UPPER) - {f"{PLUGIN}.suite", f"{PLUGIN}.rules"}), *HEAVY),
+    # a case of the suite is registered, and may ask for the strength of its rule
+    f"{PLUGIN}.suite": (*(set(UPPER) - {f"{PLUGIN}.{name}" for name in ("suite", "case", "rules")}), *HEAVY),
     "model_matrix": (PLUGIN, "reference_connector", "tests", "torch", "vllm"),
     "reference_connector": (PLUGIN, "model_matrix", "tests"),
     f"{PLUGIN}.kvspace.rows": (f"{PLUGIN}.kvspace.pools",),
@@ -193,6 +193,7 @@ def test_the_arrows_between_rooms_have_no_circle() -> None:
         (f"{PLUGIN}/kvspace/kinds.py", "from .rows import draw", f"{PLUGIN}.kvspace.rows.draw"),
         (f"{PLUGIN}/rigs/bench.py", f"def f():\n    from {PLUGIN} import verdict", f"{PLUGIN}.verdict"),
         (f"{PLUGIN}/rigs/engine/handle.py", f"import {PLUGIN}.plan", f"{PLUGIN}.plan"),
+        (f"{PLUGIN}/rigs/launch.py", f"from {PLUGIN}.case import X", f"{PLUGIN}.case.X"),
         (f"{PLUGIN}/rigs/x.py", f"import {PLUGIN}.apply_declaration", f"{PLUGIN}.apply_declaration"),
         (f"{PLUGIN}/rigs/launch.py", f"from {PLUGIN}.pytest_hooks import x", f"{PLUGIN}.pytest_hooks.x"),
         (

@@ -91,6 +91,20 @@ def test_mypy_needs_nothing_that_a_plain_installation_lacks() -> None:
     assert imported - own - sys.stdlib_module_names - skipped - brought() == set()
 
 
+def test_no_function_of_the_suite_imports() -> None:
+    """What is heavy, functions of the rigs import: so what a case needs stands at the head of its module."""
+    found = [
+        f"{module}:{node.lineno}"
+        for module, file in modules(ROOT)
+        if module.startswith("pytest_kvconform.suite.")
+        for function in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(function, ast.FunctionDef)
+        for node in ast.walk(function)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+    ]
+    assert found == []
+
+
 def test_collecting_the_whole_suite_loads_neither_torch_nor_vllm(tmp_path: Path) -> None:
     """Every worker of xdist collects; only the zygote may pay for vLLM."""
     (tmp_path / "probe.py").write_text(PROBE)

@@ -1,7 +1,8 @@
-"""The house has small modules, short lines and small folders, so that a person can read them."""
+"""The house has small modules, functions and folders, and short lines, so that a person can read them."""
 
 from __future__ import annotations
 
+import ast
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ import pytest
 from .checkout import ROOT, tracked_files
 
 LINES, COLUMNS, FILES = 600, 110, 15  # of a module, of a line, .py files of a folder
+FUNCTION = 70  # lines of a function, from `def` to its end, docstring and functions inside included
 WITH_LINES = {".py", ".toml", ".md", ".sh", ".yml", ".yaml"}
 NAMED = {"Makefile", "run"}  # .ci/run
 
@@ -27,6 +29,14 @@ def long_modules(name: str, text: str) -> Iterator[str]:
     count = len(text.splitlines())
     if name.endswith(".py") and count > LINES:
         yield f"{name}: {count} lines, at most {LINES}"
+
+
+def long_functions(name: str, text: str) -> Iterator[str]:
+    for node in ast.walk(ast.parse(text)) if name.endswith(".py") else ():
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno is not None:
+            count = node.end_lineno - node.lineno + 1
+            if count > FUNCTION:
+                yield f"{name}: {node.name} has {count} lines, at most {FUNCTION}"
 
 
 def long_lines(name: str, text: str) -> Iterator[str]:
@@ -65,6 +75,10 @@ def test_no_module_is_long() -> None:
     assert [found for name, text in texts().items() for found in long_modules(name, text)] == []
 
 
+def test_no_function_is_long() -> None:
+    assert [found for name, text in texts().items() for found in long_functions(name, text)] == []
+
+
 def test_no_line_is_long() -> None:
     assert [found for name, text in texts().items() for found in long_lines(name, text)] == []
 
@@ -85,6 +99,14 @@ def test_a_planted_long_module_is_found() -> None:
     assert list(long_modules("a.py", "x\n" * (LINES + 1))) == ["a.py: 601 lines, at most 600"]
     assert list(long_modules("a.py", "x\n" * LINES)) == []
     assert list(long_modules("a.md", "x\n" * (LINES + 1))) == []
+
+
+@pytest.mark.parametrize("head", ["def f():\n", "async def f():\n", "class A:\n  def f(self):\n"])
+def test_a_planted_long_function_is_found(head: str) -> None:
+    body = "    pass\n" * (FUNCTION - 1)
+    assert list(long_functions("a.py", f"@x\n{head}{body}")) == []
+    assert list(long_functions("a.py", f"{head}    pass\n{body}")) == ["a.py: f has 71 lines, at most 70"]
+    assert list(long_functions("a.md", head)) == []
 
 
 @pytest.mark.parametrize(

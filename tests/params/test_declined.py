@@ -90,7 +90,9 @@ def test_a_declined_feature_is_not_applicable_or_a_violation(case_runner: CaseRu
         for name, result in zip(found.outcomes, found.results, strict=True)
     }
     [row] = [
-        row for row in decide_verdict(found.results, None, (), declared).features if row.name == one.feature
+        row
+        for row in decide_verdict(list(applied.values()), None, (), declared).features
+        if row.name == one.feature
     ]
     [promised] = [
         row

@@ -15,7 +15,6 @@ import msgspec
 import pytest
 
 from pytest_kvconform.rigs.cluster.peers import scenarios
-from pytest_kvconform.rigs.cluster.peers.bench import OVER_TCP
 from pytest_kvconform.rigs.cluster.peers.hostile_clients import (
     GREETING_S,
     SIGNATURE,
@@ -32,6 +31,7 @@ from pytest_kvconform.rigs.cluster.peers.scenario_engines import (
     PrefillResult,
     ScenarioObservation,
 )
+from pytest_kvconform.rigs.cluster.peers.scenarios import OVER_TCP
 from pytest_kvconform.rigs.engine.messages import Trace
 from pytest_kvconform.rigs.processes import cores
 from pytest_kvconform.rigs.processes.ports import free_port

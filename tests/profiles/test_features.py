@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from pytest_kvconform import features
-from pytest_kvconform.apply_declaration import Criteria
+from pytest_kvconform.apply_declaration import Criteria, apply_declaration
 from pytest_kvconform.declaration import block_to_paste, check_possible
 from pytest_kvconform.declarations import bundled_declarations
 from pytest_kvconform.kv_config import STORES as STORE_PROFILES
@@ -154,7 +154,9 @@ def test_right_connectors_of_a_profile_conform_with_every_feature(
         for result in results_of(runners, witness, tmp_path)
     ]
     declared = {name: "" if name in possible(profile) else "impossible" for name in EVERY}
-    verdict = decide_verdict(results, None, (), Criteria(features=declared))
+    criteria = Criteria(features=declared)
+    applied = [apply_declaration(result, criteria) for result in results]
+    verdict = decide_verdict(applied, None, (), criteria)
     assert verdict.word == "CONFORMS", verdict.headline
     observed = {row.name: row.observed for row in verdict.features if row.declared == "supported"}
     assert {name for name, one in observed.items() if one != "works"} == set()

@@ -181,7 +181,7 @@ def test_without_unicode_everything_is_ascii(kv, monkeypatch):
 
 @pytest.mark.parametrize("width", [200, 80, 40, 10])
 def test_the_summary_is_short_and_narrow_whatever_happened(kv, width):
-    from pytest_kvconform.apply_declaration import Criteria
+    from pytest_kvconform.apply_declaration import Criteria, apply_declaration
     from pytest_kvconform.report.document import Selection, read
     from pytest_kvconform.result import LEVELS, CaseResult, Finding, Outcome
     from pytest_kvconform.verdict import decide_verdict
@@ -212,7 +212,9 @@ def test_the_summary_is_short_and_narrow_whatever_happened(kv, width):
     selection = Selection(
         manifest=tuple(map(str, range(9999))), selected=tuple(result.id for result in results)
     )
-    verdict = decide_verdict(results, selection.selected, troubles, Criteria(features=declared))
+    criteria = Criteria(features=declared)
+    results = tuple(apply_declaration(one, criteria) for one in results)
+    verdict = decide_verdict(results, selection.selected, troubles, criteria)
     assert {row.rule for row in verdict.features} >= {"", "KV-DECLARE-003"}
     big = msgspec.structs.replace(
         small, results=results, troubles=troubles, selection=selection, verdict=verdict

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from pytest_kvconform import cli
-from pytest_kvconform.apply_declaration import apply_declaration
+from pytest_kvconform.apply_declaration import apply_again
 from pytest_kvconform.report import consistency, document, older
 from pytest_kvconform.report.digest import digest
 from pytest_kvconform.result import CaseResult, Cell, Finding, Outcome
@@ -36,7 +36,7 @@ def edit(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     raw = json.loads(path.read_bytes())
     change(raw)
     report = msgspec.convert(raw, document.Report)
-    results = tuple(apply_declaration(result, document.criteria_of(report)) for result in report.results)
+    results = tuple(apply_again(result, document.criteria_of(report)) for result in report.results)
     report = msgspec.structs.replace(report, results=results)
     path.write_bytes(
         document.encode(msgspec.structs.replace(report, verdict=document.recompute_verdict(report)))

@@ -12,7 +12,7 @@ import pytest
 
 from pytest_kvconform.case_outcome import CaseEnd
 from pytest_kvconform.result import Blocked, Cell, Outcome
-from pytest_kvconform.rigs.bench import Bench
+from pytest_kvconform.rigs.bench import Bench, Benches
 from pytest_kvconform.rigs.processes.hangs import LEFT_OUT_S
 from pytest_kvconform.rigs.scheduler import rig as rig_module
 from pytest_kvconform.rigs.scheduler.rig import Rig
@@ -42,7 +42,7 @@ def case_runner() -> Iterator[CaseRunner]:
 
 @pytest.fixture(scope="module")
 def benches(case_runner: CaseRunner) -> Iterator[Callable[[str, float], Bench]]:
-    made: dict[tuple[str, float], Bench] = {}
+    made: dict[tuple[str, float], Benches] = {}
 
     def bench(topology: str, scale: float) -> Bench:
         if (topology, scale) not in made:
@@ -50,11 +50,10 @@ def benches(case_runner: CaseRunner) -> Iterator[Callable[[str, float], Bench]]:
                 connector="NixlConnector", tier=("protocol",), family=("llama3_1_8b",), timeout_scale=scale
             )
             facts = case_runner.probe(settings)
-            made[topology, scale] = Bench(
+            made[topology, scale] = Benches(
                 case_runner.zygote.address, resolve(settings), settings, facts, lambda sentence: None
             )
-            made[topology, scale].use(Cell("llama3_1_8b", topology, "b16"))
-        return made[topology, scale]
+        return made[topology, scale].at(Cell("llama3_1_8b", topology, "b16"))
 
     yield bench
     for one in made.values():

@@ -7,8 +7,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from vllm.distributed.kv_transfer import get_kv_transfer_group
-from vllm.forward_context import set_forward_context
 from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 
 from pytest_kvconform.kvspace.pools.regions import token_parts
@@ -17,6 +15,7 @@ from pytest_kvconform.rigs.bytes.layers import Layer, metadata
 from pytest_kvconform.rigs.bytes.looks import LayerLooks
 from pytest_kvconform.rigs.bytes.messages import StepWork
 from pytest_kvconform.rigs.vllm_setup.compat import pre_forward
+from pytest_kvconform.rigs.vllm_setup.worker import forward_context, worker_half
 
 Slots = list[tuple[np.ndarray, np.ndarray, np.ndarray]]  # by group, see `_slots`
 
@@ -39,7 +38,7 @@ class Forward:
         # the draft model's forward of this step; None: there is no draft model
         self.draft: Callable[[], None] | None = None
         # asked of the class, as config/vllm.py does
-        self.piecewise = type(get_kv_transfer_group()).requires_piecewise_for_cudagraph(
+        self.piecewise = type(worker_half()).requires_piecewise_for_cudagraph(
             config.kv_transfer_config.kv_connector_extra_config
         )
 
@@ -59,7 +58,7 @@ class Forward:
         """
         states = [name for name in self.layers if name in self.groups.states]
         attention = [name for name in self.layers if name not in {*states, *self.drafted}]
-        with set_forward_context(self._metadata(work), self.config):
+        with forward_context(self._metadata(work), self.config):
             pre_forward(self.connector, scheduler_output)
             if work.load_checks and not work.after_load:
                 self.checker.check_loads(work)
@@ -77,12 +76,12 @@ class Forward:
 
     def _draft(self, work: StepWork, slots: Slots, looks: LayerLooks | None) -> None:
         """The layers of the draft model, whose forward has its own context (v1/worker/gpu/spec_decode)."""
-        with set_forward_context(self._context, self.config):
+        with forward_context(self._context, self.config):
             self._attend(self.drafted, slots, looks)
         self._check_within(work, looks)
 
     def _attend(self, layers: Iterable[str], slots: Slots, looks: LayerLooks | None) -> None:
-        group = get_kv_transfer_group()
+        group = worker_half()
         for name in layers:
             self._write_tokens(name, *slots[self.groups.of[name]])
             if group.has_connector_metadata():

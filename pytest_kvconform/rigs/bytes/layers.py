@@ -11,20 +11,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadata
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.mamba.abstract import MambaBase
-from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionBackend, MultipleOf
-from vllm.v1.attention.selector import get_attn_backend, get_mamba_attn_backend
 from vllm.v1.kv_cache_interface import MambaSpec, MLAAttentionSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
-from vllm.v1.worker.gpu.attn_utils import get_kv_cache_spec
 
 from model_matrix.geometries import Geometry, Mla, State, expand_layers
 from pytest_kvconform.rigs.bytes.messages import PACKED, ByteEngineSpec
-from pytest_kvconform.rigs.vllm_setup.kv_cache_specs import layer_specs
+from pytest_kvconform.rigs.vllm_setup.engine_config import choose_block_size
+from pytest_kvconform.rigs.vllm_setup.kv_cache_specs import backend_of, layer_specs, specs_of_config
+from pytest_kvconform.rigs.vllm_setup.worker import with_config
 
 
 class PackedBackend(AttentionBackend):
@@ -91,7 +89,7 @@ def make_layers(geometry: Geometry, spec: ByteEngineSpec, config: Any) -> dict[s
     """
     if spec.kernel_block:
         PackedBackend.kernel_blocks = (spec.kernel_block,)
-    with set_current_vllm_config(config):  # vLLM chooses backends by it
+    with with_config(config):  # vLLM chooses backends by it
         backends = {word: _backend(kind, spec, config) for word, kind in geometry.kinds.items()}
     layers = {layer.name: Layer(backends[layer.word], layer.draft) for layer in expand_layers(geometry)}
     config.compilation_config.static_forward_context.update(layers)
@@ -106,7 +104,7 @@ def specs_of_layers(
 
     `config`: the VllmConfig of the rank, after vLLM has chosen the size of blocks.
     """
-    with set_current_vllm_config(config):
+    with with_config(config):
         specs = layer_specs(
             geometry,
             spec.tensor_parallel,
@@ -119,7 +117,7 @@ def specs_of_layers(
         )
         for name, layer in layers.items():
             layer.spec = specs[name]
-        specs = get_kv_cache_spec(config)
+        specs = specs_of_config(config)
     for name, layer in layers.items():
         layer.spec = specs[name]
     return specs
@@ -130,23 +128,14 @@ def specs_of_rank(config: Any, geometry: Geometry, spec: ByteEngineSpec) -> dict
     blocks, then the specs. `config`: the VllmConfig of the rank, which gets the layers and the size.
     """
     layers = make_layers(geometry, spec, config)
-    current_platform.update_block_size_for_backend(config)
+    choose_block_size(config)
     return specs_of_layers(layers, geometry, spec, config)
 
 
 def _backend(kind: Any, spec: ByteEngineSpec, config: Any) -> type[AttentionBackend]:
-    from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
-
-    if isinstance(kind, State):
-        return get_mamba_attn_backend(MambaAttentionBackendEnum.GDN_ATTN)
-    if spec.content == PACKED:
+    if spec.content == PACKED and not isinstance(kind, State):
         return PackedMlaBackend if isinstance(kind, Mla) else PackedBackend
-    return get_attn_backend(
-        head_size=kind.head_size,
-        dtype=config.model_config.dtype,
-        kv_cache_dtype=config.cache_config.cache_dtype,
-        use_mla=isinstance(kind, Mla),
-    )
+    return backend_of(kind, config)
 
 
 def smallest_kernel_block(backends: Any) -> int:

@@ -13,20 +13,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from vllm.distributed.kv_transfer import get_kv_transfer_group
-from vllm.distributed.kv_transfer.kv_transfer_state import (
-    ensure_kv_transfer_initialized,
-    ensure_kv_transfer_shutdown,
-)
-from vllm.distributed.parallel_state import get_pp_group, get_tp_group
-from vllm.utils.torch_utils import set_random_seed
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import MambaSpec
-from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
-from vllm.v1.worker.gpu_worker import init_worker_distributed_environment
-from vllm.v1.worker.utils import allocate_kv_cache
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
 from pytest_kvconform.kvspace.pools.regions import Region
@@ -41,6 +31,14 @@ from pytest_kvconform.rigs.vllm_setup import overrides
 from pytest_kvconform.rigs.vllm_setup.compat import post_forward, select_common_block_size
 from pytest_kvconform.rigs.vllm_setup.engine_config import adopt_kv_cache_config
 from pytest_kvconform.rigs.vllm_setup.kv_cache_specs import window_of, zeroed_layers
+from pytest_kvconform.rigs.vllm_setup.worker import (
+    allocate_kv_caches,
+    build_worker_half,
+    join_process_groups,
+    place_of_rank,
+    shut_worker_half_down,
+    worker_half,
+)
 
 WARM_UP_S = 0.01  # vLLM's takes seconds
 PLENTY = 1 << 44  # bytes: the pool's size is given in blocks
@@ -59,10 +57,7 @@ class ByteWorker(WorkerBase):
             self.local_rank %= torch.cuda.device_count() or 1
             self.device = torch.device("cuda", self.local_rank)
             torch.cuda.set_device(self.device)
-        init_worker_distributed_environment(
-            self.vllm_config, self.rank, self.distributed_init_method, self.local_rank, "gloo"
-        )
-        set_random_seed(self.model_config.seed)  # as vLLM's workers do, so that P and D draw the same numbers
+        join_process_groups(self.vllm_config, self.rank, self.distributed_init_method, self.local_rank)
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         self.layers: dict[str, Layer] = make_layers(self.geometry, self.spec, self.vllm_config)
@@ -76,13 +71,11 @@ class ByteWorker(WorkerBase):
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         """Make the connector, then the KV cache, then register it, as vLLM's workers do."""
         adopt_kv_cache_config(self.cache_config, kv_cache_config)
-        ensure_kv_transfer_initialized(self.vllm_config, kv_cache_config)
-        layout = KVCacheLayout[self.cache_config.get_resolved_kv_cache_layout().name]
+        build_worker_half(self.vllm_config, kv_cache_config)
         engine = int(self.spec.role != "P")
         with pools_of(lambda size: poison(size, engine)) as poisoned:
-            caches = allocate_kv_cache(
-                kv_cache_config, self.device, layout, self.kernel_blocks(kv_cache_config)
-            )
+            kernel_blocks = self.kernel_blocks(kv_cache_config)
+            caches = allocate_kv_caches(self.cache_config, kv_cache_config, self.device, kernel_blocks)
         self.config, self.caches = kv_cache_config, {name: caches[name] for name in self.layers}
         for name, layer in self.layers.items():
             layer.bind_kv_cache(caches[name])
@@ -135,10 +128,8 @@ class ByteWorker(WorkerBase):
         return sizes
 
     def get_kv_connector_handshake_metadata(self) -> dict[tuple[int, int], Any] | None:
-        found = get_kv_transfer_group().get_handshake_metadata()
-        return (
-            None if found is None else {(get_pp_group().rank_in_group, get_tp_group().rank_in_group): found}
-        )
+        found = worker_half().get_handshake_metadata()
+        return None if found is None else {place_of_rank(): found}
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         """What the connector sees of vLLM's warm-up and of the capture of CUDA graphs.
@@ -154,7 +145,7 @@ class ByteWorker(WorkerBase):
         return CompilationTimes(language_model=0.0, encoder=0.0)
 
     def shutdown(self) -> None:
-        ensure_kv_transfer_shutdown()
+        shut_worker_half_down()
         del self.connector, self.forward  # the connector is collected now, as in vLLM's workers
 
     # ---- a step --------------------------------------------------------------------------------------------
@@ -244,5 +235,5 @@ class ByteWorker(WorkerBase):
             "states": self.groups.states,
             "backend": attention[0].backend.get_name(),
             "bytes": len(self.memory.storage),
-            "connector": type(get_kv_transfer_group()).__name__,
+            "connector": type(worker_half()).__name__,
         }

@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 
 from pytest_kvconform.rigs.tap import around
+from pytest_kvconform.rigs.vllm_setup.kv_cache_specs import conv_state_layout
+from pytest_kvconform.rigs.vllm_setup.worker import worker_half
 
 # Every byte of an unowned block. As a number it is large and finite in each
 # float format (bf16 and fp32: 1.3e7).
@@ -187,10 +189,8 @@ def read_states_after_loads(worker: Any, slots: dict[str, dict[str, int]]) -> No
     model_executor/layers/attention/kv_transfer_utils.py, maybe_transfer_kv_layer), and write the next state
     to the same slot. `slots`: request -> layer -> slot.
     """
-    from vllm.distributed.kv_transfer import get_kv_transfer_group
-
     if not hasattr(worker, "kvconform_slots"):
-        around(get_kv_transfer_group(), "start_load_kv", partial(_read_states, worker))
+        around(worker_half(), "start_load_kv", partial(_read_states, worker))
     worker.kvconform_slots = slots
 
 
@@ -236,9 +236,7 @@ def _segments(layer: Any, conv: Any) -> list[Any]:
     Shapes: vllm/model_executor/layers/mamba/gdn; the order of the axes is vLLM's setting
     VLLM_SSM_CONV_STATE_LAYOUT.
     """
-    from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
-
-    channels_first = conv if get_conv_state_layout() == "DS" else conv.transpose(0, 1)
+    channels_first = conv if conv_state_layout() == "DS" else conv.transpose(0, 1)
     if hasattr(layer, "key_dim"):  # Gated DeltaNet
         key, value = layer.key_dim // layer.tp_size, layer.value_dim // layer.tp_size
     else:  # Kimi Delta Attention

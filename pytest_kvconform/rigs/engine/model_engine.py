@@ -22,6 +22,7 @@ from pytest_kvconform.rigs.tap import around
 from pytest_kvconform.rigs.vllm_setup.compat import hook_of_ends, without_requests
 from pytest_kvconform.rigs.vllm_setup.engine_config import engine_config
 from pytest_kvconform.rigs.vllm_setup.overrides import arguments_on_cpu, keep_configured_limits
+from pytest_kvconform.rigs.vllm_setup.worker import worker_half
 
 HIDDEN = "_kvconform_hidden"  # attribute of a connector: requests of whose end its worker half does not hear
 States = dict[str, tuple[np.ndarray, ...]]  # layer -> one rank's share of its state
@@ -302,9 +303,7 @@ def _slot(table: Any, tokens: int, block_size: int) -> int:
 
 def hide_end(worker: Any, request_id: str) -> None:
     """Let vLLM not tell the worker half of this rank that a request has ended. vLLM passes the worker."""
-    from vllm.distributed.kv_transfer import get_kv_transfer_group
-
-    connector: Any = get_kv_transfer_group()
+    connector: Any = worker_half()
     if (hidden := vars(connector).get(HIDDEN)) is None:
         hidden = vars(connector)[HIDDEN] = set()
         around(connector, hook_of_ends(connector), lambda hook, ended: hook(ended - hidden))

@@ -20,6 +20,7 @@ from pytest_kvconform.rigs.missing import what_is_missing
 from pytest_kvconform.rigs.processes.linux import die_with_parent, write_stack_at_death
 from pytest_kvconform.rigs.scheduler.rig import Rig
 from pytest_kvconform.rigs.scheduler.violations import START_HOOKS, HookRaised, SchedulerStopped
+from pytest_kvconform.rigs.vllm_setup.worker import has_worker_half, shut_worker_half_down
 
 if TYPE_CHECKING:
     from pytest_kvconform.rigs.scheduler.host import Host
@@ -51,7 +52,7 @@ def serve_one_case(host: Host, connection: Connection) -> NoReturn:
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        leaves = _has_worker_half() or rig.nursery is not None
+        leaves = has_worker_half() or rig.nursery is not None
         connection.send((end, leaves))
         if leaves:
             _shut_down()
@@ -71,18 +72,10 @@ def _call(rig: Rig, module: str, function: str, variant: Any) -> object:
         raise
 
 
-def _has_worker_half() -> bool:
-    """Whether the case has built a worker half that it has not shut down."""
-    state = sys.modules.get("vllm.distributed.kv_transfer.kv_transfer_state")
-    return state is not None and state.has_kv_transfer_group()
-
-
 def _shut_down() -> None:
     """Let vLLM shut the worker half down, so that it signs off where it has signed on."""
-    from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_shutdown
-
     try:
-        ensure_kv_transfer_shutdown()
+        shut_worker_half_down()
     except BaseException:
         traceback.print_exc()  # to the log: cases about shutdown judge it
     sys.stdout.flush()

@@ -6,7 +6,7 @@
     fake.connector.loads = True  # announces the missing tokens of the next request
     subject.calls_of(...)  # calls of the subject's hooks
 
-recorder.py checks the calls of the subject.
+recorder.py checks the calls of the subject. vLLM is imported inside functions only: cases import this module.
 """
 
 from __future__ import annotations
@@ -15,15 +15,14 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from vllm.config import KVTransferConfig
-
 from pytest_kvconform.kv_config import inside_multi_connector
 from pytest_kvconform.rigs.hook_calls import LastCalls
 from pytest_kvconform.rigs.scheduler.recorder import Call, Recorder
 from pytest_kvconform.rigs.vllm_setup.hooks import FINISHED
-from pytest_kvconform.rigs.vllm_setup.stand_ins.fake_connector import FakeConnector
 
 if TYPE_CHECKING:
+    from vllm.config import KVTransferConfig
+
     from pytest_kvconform.rigs.scheduler.rig import Side
 
 
@@ -49,7 +48,16 @@ def with_fake_connector(where: str) -> Callable[[KVTransferConfig], KVTransferCo
 
     `where`: "first" or "last", the place of the fake connector.
     """
+    from vllm.config import KVTransferConfig
+
     return lambda subject: KVTransferConfig(**inside_multi_connector(asdict(subject), where))
+
+
+def is_fake(value: Any) -> bool:
+    """Whether a connector is the fake one, or an exception is that of the fake one."""
+    from pytest_kvconform.rigs.vllm_setup.stand_ins.fake_connector import FakeConnector, FakeError
+
+    return isinstance(value, FakeConnector | FakeError)
 
 
 def multi_connector_children(side: Side) -> tuple[Child, Child]:
@@ -62,4 +70,4 @@ def multi_connector_children(side: Side) -> tuple[Child, Child]:
         recorder = Recorder(side.rig.host.note_running_hook, LastCalls(f"{side.name}.{index}"))
         found.append(Child(recorder.wrap_hooks(connector), index, recorder))
     first, second = found
-    return (second, first) if isinstance(first.connector, FakeConnector) else (first, second)
+    return (second, first) if is_fake(first.connector) else (first, second)

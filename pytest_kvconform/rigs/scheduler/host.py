@@ -220,12 +220,6 @@ class Host:
         config.model_config.max_model_len = max_model_len
         return kv_config
 
-    def hash_function(self) -> Any:
-        """vLLM's function for block hashes."""
-        from vllm.utils.hashing import get_hash_fn_by_name
-
-        return get_hash_fn_by_name(self._configs["P", True].cache_config.prefix_caching_hash_algo)
-
     def note_running_hook(self, hook: str) -> None:
         """Note which hook of the connector runs now; "": none."""
         self.hook.note(hook)

@@ -16,6 +16,7 @@ from pytest_kvconform.rigs.scheduler.recorder import Call, Recorder
 from pytest_kvconform.rigs.scheduler.steps import RequestOutput, Step, load_is_ordered, ordered_ids
 from pytest_kvconform.rigs.vllm_setup.answers import params_after_the_way
 from pytest_kvconform.rigs.vllm_setup.compat import resolve_kv_cache_block_sizes
+from pytest_kvconform.rigs.vllm_setup.engine_config import block_hasher
 from pytest_kvconform.rigs.vllm_setup.hooks import FINISHED
 
 if TYPE_CHECKING:
@@ -58,7 +59,6 @@ class SideState:
     def __init__(self, rig: Rig, role: str, index: int, config: Any, kv_config: Any, first_block: int):
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
         from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
-        from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 
         self.rig, self.role, self.name = rig, role, f"{role}{index}"
         self.config, self.kv_config, self.first_block = config, kv_config, first_block
@@ -103,9 +103,7 @@ class SideState:
         self.free_blocks_at_start = self.manager.block_pool.get_num_free_blocks()
         self.ranks = config.parallel_config.world_size
         self._aggregator = KVOutputAggregator.from_connector(self.connector, self.ranks)
-        self._hash = rig.host.hash_function()
-        init_none_hash(self._hash)
-        self._hasher = get_request_block_hasher(hash_size, self._hash)
+        self._hasher = block_hasher(config, hash_size)
 
     def status(self, id: str) -> str:
         """Name of vLLM's RequestStatus; "gone": the scheduler does not know the request any more."""

@@ -8,7 +8,8 @@ What a store announces depends on what its workers have saved.
 
     other = start_scheduler_half(rig, other="model")  # of an engine beside it, which finds what was saved
 
-It has one rank and no model. Its KV memory holds nothing in particular: the byte rig compares bytes.
+It has one rank and no model. Its KV memory holds nothing in particular: the byte rig compares bytes. vLLM and
+torch are imported inside functions only: cases import this module.
 """
 
 from __future__ import annotations
@@ -19,21 +20,15 @@ import time
 from typing import Any
 
 import numpy as np
-import torch
-from vllm.forward_context import set_forward_context
-from vllm.lora.request import LoRARequest
-from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
-from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
-from vllm.v1.kv_cache_interface import MambaSpec
 
 from model_matrix.variants import few_layers
 from pytest_kvconform.result import Blocked
-from pytest_kvconform.rigs.bytes.layers import metadata
 from pytest_kvconform.rigs.context import declared_addition
 from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.scheduler.rig import BLOCK, BLOCKS, Rig, Side, first_block, longer
 from pytest_kvconform.rigs.scheduler.worker_half import WorkerHalf
 from pytest_kvconform.rigs.vllm_setup.compat import pre_forward
+from pytest_kvconform.rigs.vllm_setup.worker import forward_context
 
 REQUEST_BLOCKS = 8  # blocks of a request, beyond what its connector's declaration adds to every prompt
 ENCODER_TOKENS = 1024
@@ -150,6 +145,8 @@ def start_scheduler_half(rig: Rig, other: str = "") -> Side:
 
     `other`: "model" or "dtype", in which the engine differs; "": in nothing.
     """
+    import torch
+
     config = rig.host.vllm_config("P")
     config.model_config = copy.copy(config.model_config)
     if other == "model":
@@ -167,6 +164,8 @@ def start_scheduler_half(rig: Rig, other: str = "") -> Side:
 
 def allow_images(side: Side) -> None:
     """Give the scheduler room for the output of an image encoder, as for a model that has one."""
+    from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
+
     side.scheduler.max_num_encoder_input_tokens = ENCODER_TOKENS
     side.scheduler.encoder_cache_manager = EncoderCacheManager(ENCODER_TOKENS)
 
@@ -177,6 +176,10 @@ def request_fields(what: str, length: int) -> dict[str, dict[str, Any]]:
     `what`: "salt", "lora", "image" or "embeddings". `length`: tokens of the prompt; those of an embedding are
     zeros.
     """
+    import torch
+    from vllm.lora.request import LoRARequest
+    from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+
     if what == "salt":
         return {f"cache_salt={salt!r}": {"cache_salt": salt} for salt in ("user 1", "user 2")}
     if what == "lora":  # two adapters, and one of these names that was pointed to another path
@@ -219,6 +222,10 @@ def step_of_worker(half: WorkerHalf, caches: dict[str, Any], output: Any, slots:
 
     Returns vLLM's KVConnectorOutput.
     """
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    from pytest_kvconform.rigs.bytes.layers import metadata
+
     guard = half.recorder.call
     if not output.total_num_scheduled_tokens:
         time.sleep(PAUSE_S)
@@ -229,7 +236,7 @@ def step_of_worker(half: WorkerHalf, caches: dict[str, Any], output: Any, slots:
         for name in group.layer_names
         if name in half.layers
     }
-    with set_forward_context(context, half.config):
+    with forward_context(context, half.config):
         guard("start_load_kv", pre_forward, half.active, output)
         for name, layer in half.layers.items():
             if not isinstance(layer.spec, MambaSpec):

@@ -32,9 +32,13 @@ from pytest_kvconform.rigs.processes.linux import listening_sockets, threads
 from pytest_kvconform.rigs.scheduler.recorder import Recorder
 from pytest_kvconform.rigs.scheduler.rig import Side
 from pytest_kvconform.rigs.tap import around
-from pytest_kvconform.rigs.vllm_setup.classes import has_hook
-from pytest_kvconform.rigs.vllm_setup.engine_config import adopt_kv_cache_config, kv_cache_configs
-from pytest_kvconform.rigs.vllm_setup.hooks import BOTH, WORKER, calls_of
+from pytest_kvconform.rigs.vllm_setup import worker
+from pytest_kvconform.rigs.vllm_setup.engine_config import (
+    adopt_kv_cache_config,
+    choose_block_size,
+    kv_cache_configs,
+)
+from pytest_kvconform.rigs.vllm_setup.hooks import BOTH, WORKER, calls_of, has_hook
 
 if TYPE_CHECKING:
     import torch
@@ -68,14 +72,11 @@ class WorkerHalf:
         `config`: a VllmConfig of one rank; None: made here. `blocks`: of the pool, 0: enough for one request.
         `geometry`: of the configuration; None: that of the cell.
         """
-        from vllm.config import set_current_vllm_config
-        from vllm.platforms import current_platform
-
         from pytest_kvconform.rigs.bytes import worker as byte_worker
         from pytest_kvconform.rigs.bytes.specs import blocks_for
         from pytest_kvconform.rigs.scheduler.host import engine_spec
 
-        if lacks := rig.subject.lacks(current_platform.device_type):
+        if lacks := rig.subject.lacks(worker.device_type()):
             raise Blocked(lacks)
         self.rig, self.role = rig, role
         self.recorder = Recorder(rig.host.note_running_hook, LastCalls(f"{role}0", rank=0))
@@ -90,14 +91,14 @@ class WorkerHalf:
         self.take_ports(port)
         meeting = Path(tempfile.gettempdir()) / f"meeting-{os.getpid()}"
         self._worker = byte_worker.ByteWorker(self.config, 0, 0, f"file://{meeting}", is_driver_worker=True)
-        with set_current_vllm_config(self.config):  # as vLLM's WorkerWrapperBase does
+        with worker.with_config(self.config):  # as vLLM's WorkerWrapperBase does
             rig.host.note_running_hook(DEVICE)
             self._worker.init_device()
             rig.host.note_running_hook("")
             self._worker.geometry = geometry or rig.geometry
             self._worker.load_model()
         meeting.unlink(missing_ok=True)
-        current_platform.update_block_size_for_backend(self.config)
+        choose_block_size(self.config)
         self.geometry, self.layers = self._worker.geometry, self._worker.layers
         # tokens; vLLM wants a pool that holds one request of this length, and it is real memory
         length = self.config.model_config.max_model_len = longest * cache.block_size
@@ -116,16 +117,12 @@ class WorkerHalf:
 
     def construct(self) -> Any:
         """Let vLLM build the worker half. Returns it."""
-        from vllm.config import set_current_vllm_config
-        from vllm.distributed.kv_transfer import get_kv_transfer_group
-        from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_initialized
-
         self.threads = frozenset(threads())
-        with set_current_vllm_config(self.config):
+        with worker.with_config(self.config):
             self.recorder.call(
-                "__init__ of the worker half", ensure_kv_transfer_initialized, self.config, self.kv_config
+                "__init__ of the worker half", worker.build_worker_half, self.config, self.kv_config
             )
-        self.connector = get_kv_transfer_group()
+        self.connector = worker.worker_half()
         return self.connector
 
     def time_hooks(self, durations: dict[str, list[float]]) -> None:
@@ -138,14 +135,11 @@ class WorkerHalf:
 
     def allocate_kv_caches(self) -> dict[str, torch.Tensor]:
         """KV memory of every layer: views of one allocation, in the connector's memory pool if it has one."""
-        from vllm.v1.kv_cache_layout import KVCacheLayout
-        from vllm.v1.worker.utils import allocate_kv_cache
-
         pool = None if self.connector is None else self.call_hook("get_mem_pool_context")
-        layout = KVCacheLayout[self.config.cache_config.get_resolved_kv_cache_layout().name]
+        kernel_blocks = self._worker.kernel_blocks(self.kv_config)
         with pool or contextlib.nullcontext():
-            caches = allocate_kv_cache(
-                self.kv_config, self._worker.device, layout, self._worker.kernel_blocks(self.kv_config)
+            caches = worker.allocate_kv_caches(
+                self.config.cache_config, self.kv_config, self._worker.device, kernel_blocks
             )
         return {name: caches[name] for name in self.layers}
 
@@ -228,9 +222,7 @@ class WorkerHalf:
 
     def shutdown(self) -> None:
         """Let vLLM shut the worker half down, and forget it."""
-        from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_shutdown
-
-        self.recorder.call("shutdown of the worker half", ensure_kv_transfer_shutdown)
+        self.recorder.call("shutdown of the worker half", worker.shut_worker_half_down)
         self.active = self.connector = None
 
 

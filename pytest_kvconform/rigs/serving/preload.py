@@ -55,13 +55,10 @@ def _note(what: str, error: Exception) -> None:
 
 
 def _import_server() -> None:
-    import vllm.entrypoints.launchers.api_server.entry
-    import vllm.v1.engine.async_llm  # noqa: F401
-
     import pytest_kvconform.rigs.serving.server_process  # noqa: F401
-    from pytest_kvconform.rigs.vllm_setup import compat
+    from pytest_kvconform.rigs.vllm_setup import openai_server
 
-    compat.server_options()
+    openai_server.preload()
 
 
 def _import_lm_eval() -> None:

@@ -14,8 +14,8 @@
 | `differences.toml` | in what these differ from what vLLM builds of a model, with the reason of each |
 | `kv_cache_specs` | vLLM's KV cache specs of a geometry, without building the model |
 | `forked_executor` | vLLM's executor for tensor parallel workers that are forked |
-| `hooks` | the one list of the connector interface's hooks, and how vLLM calls each |
-| `classes` | classes of vLLM that cases compare with |
+| `worker` | functions of vLLM that its workers call: groups, the worker half, KV memory, contexts |
+| `hooks` | the one list of the connector interface's hooks, how vLLM calls each, and its classes |
 | `answers` | which answers of hooks vLLM can use, and how P's params reach D |
 | `probe` | what is checked of the connector's class, in a child process |
 

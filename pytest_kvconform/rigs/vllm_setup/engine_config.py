@@ -124,6 +124,29 @@ def geometry_config(
     )
 
 
+def choose_block_size(config: Any) -> None:
+    """Let vLLM choose the size of blocks of a VllmConfig that knows its layers, as every executor does.
+
+    Source: platforms/interface.py: Platform.update_block_size_for_backend.
+    """
+    from vllm.platforms import current_platform
+
+    current_platform.update_block_size_for_backend(config)
+
+
+def block_hasher(config: Any, hash_size: int) -> Any:
+    """The function that gives a request its block hashes, in an engine of a VllmConfig.
+
+    `hash_size`: tokens that a hash stands for. Source: v1/engine/core.py: EngineCore.__init__.
+    """
+    from vllm.utils.hashing import get_hash_fn_by_name
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+
+    function = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
+    init_none_hash(function)
+    return get_request_block_hasher(hash_size, function)
+
+
 def _folder_of(geometry: Geometry) -> Path:
     """A folder with the model's config.json within the run's folder, or within that of engines on two nodes,
     and in it a folder with the config.json of the draft, if there is one.

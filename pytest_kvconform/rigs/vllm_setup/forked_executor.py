@@ -31,6 +31,7 @@ from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.processes.linux import die_with_parent
 from pytest_kvconform.rigs.processes.stacks import FRAMES, stack_of
 from pytest_kvconform.rigs.vllm_setup.answers import pickled, that_travels
+from pytest_kvconform.rigs.vllm_setup.engine_config import choose_block_size
 
 REAP_S = 2.0  # for a worker to end after the end of its connection
 
@@ -179,9 +180,7 @@ class ForkedExecutor(Executor):
 
 def _choose_block_size(worker: Any) -> None:
     """Choose the size of blocks in the worker's own configuration, as v1/executor/multiproc_executor.py."""
-    from vllm.platforms import current_platform
-
-    current_platform.update_block_size_for_backend(worker.vllm_config)
+    choose_block_size(worker.vllm_config)
 
 
 def _worker_main(connection: Connection, vllm_config: Any, rank: int, init_method: str) -> None:

@@ -5,12 +5,13 @@ calls were read in v1/core/sched/scheduler.py, v1/engine/core.py, v1/worker/gpu/
 v1/worker/kv_connector_model_runner_mixin.py, model_executor/layers/attention/kv_transfer_utils.py,
 config/vllm.py and distributed/kv_transfer/kv_connector/v1/metrics.py.
 
-A minor of vLLM has some of them: see `classes.has_hook`. This module imports neither torch nor vLLM.
+A minor of vLLM has some of them: see `has_hook`. vLLM is imported inside functions only.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import importlib
+from typing import Any, NamedTuple
 
 CLASS, SCHEDULER, WORKER, BOTH = "class", "scheduler", "worker", "both halves"
 Calls = dict[str, tuple[int, tuple[str, ...]]]  # hook -> (number of arguments by position, arguments by name)
@@ -114,6 +115,19 @@ STEP_LOOP = frozenset(
 )
 RECORDED = tuple(hook.name for hook in HOOKS if hook.recorded)
 
+_V1 = "vllm.distributed.kv_transfer.kv_connector.v1"
+# classes of the interface, and of its arguments and answers -> their modules
+_CLASSES = {
+    "KVConnectorBase_V1": f"{_V1}.base",
+    "KVConnectorHandshakeMetadata": f"{_V1}.base",
+    "KVConnectorWorkerMetadata": f"{_V1}.base",
+    "KVConnectorRole": f"{_V1}.base",
+    "SupportsHMA": f"{_V1}.base",
+    "KVConnectorStats": f"{_V1}.metrics",
+    "KVCacheEvent": "vllm.distributed.kv_events",
+    "CacheHitSource": "vllm.v1.metrics.cache_hit_source",
+}
+
 
 def calls_of(*halves: str, hma: bool = False) -> Calls:
     """How vLLM calls the hooks of these halves; `hma`: of a class that inherits SupportsHMA."""
@@ -122,3 +136,13 @@ def calls_of(*halves: str, hma: bool = False) -> Calls:
         for hook in HOOKS
         if hook.half in halves and (hma or not hook.needs_hma)
     }
+
+
+def class_named(name: str) -> Any:
+    """A class of vLLM by its name. Raises KeyError for a class that no case needs."""
+    return getattr(importlib.import_module(_CLASSES[name]), name)
+
+
+def has_hook(name: str) -> bool:
+    """Whether the interface of the installed vLLM has a hook: minors differ."""
+    return any(hasattr(class_named(base), name) for base in ("KVConnectorBase_V1", "SupportsHMA"))

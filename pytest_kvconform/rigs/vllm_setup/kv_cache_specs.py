@@ -184,6 +184,43 @@ def layer_specs(
     return {layer.name: specs[layer.word] for layer in expand_layers(geometry)}
 
 
+def specs_of_config(config: Any) -> dict[str, Any]:
+    """Layer name -> KVCacheSpec, as vLLM's workers make it of the layers of a VllmConfig and their backends
+    (v1/worker/gpu/attn_utils.py: get_kv_cache_spec). `worker.with_config` is around the call.
+    """
+    from vllm.v1.worker.gpu.attn_utils import get_kv_cache_spec
+
+    return get_kv_cache_spec(config)
+
+
+def backend_of(kind: Kind, config: Any) -> Any:
+    """The class of the backend that vLLM chooses for a kind of layers (v1/attention/selector.py).
+
+    `worker.with_config` is around the call. States have one and the same: the suite computes none.
+    """
+    from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
+    from vllm.v1.attention.selector import get_attn_backend, get_mamba_attn_backend
+
+    if isinstance(kind, State):
+        return get_mamba_attn_backend(MambaAttentionBackendEnum.GDN_ATTN)
+    return get_attn_backend(
+        head_size=kind.head_size,
+        dtype=config.model_config.dtype,
+        kv_cache_dtype=config.cache_config.cache_dtype,
+        use_mla=isinstance(kind, Mla),
+    )
+
+
+def conv_state_layout() -> str:
+    """The order of the axes of convolution states in this process, "DS" or "SD": see `state_segments`.
+
+    Source: model_executor/layers/mamba/mamba_utils.py: get_conv_state_layout.
+    """
+    from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
+
+    return str(get_conv_state_layout())
+
+
 def zeroed_layers(config: Any) -> frozenset[str]:
     """Layers of which vLLM zeroes new blocks, unless the connector names their group as loaded.
 

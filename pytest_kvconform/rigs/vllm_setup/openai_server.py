@@ -21,6 +21,14 @@ from pytest_kvconform.rigs.vllm_setup import compat
 REAP_S = 5.0  # for vLLM to reap an engine core that has ended
 
 
+def preload() -> None:
+    """Import what `run` needs: in the zygote, for all servers."""
+    import vllm.entrypoints.launchers.api_server.entry
+    import vllm.v1.engine.async_llm  # noqa: F401
+
+    compat.server_options()
+
+
 def run(arguments: dict[str, Any], port: int, records: str) -> None:
     """Serve until SIGTERM. `arguments`: fields of EngineArgs; `records`: a file, see `record_prompts`.
 

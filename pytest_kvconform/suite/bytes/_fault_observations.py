@@ -21,9 +21,10 @@ from pytest_kvconform.rigs.bytes.messages import Check
 from pytest_kvconform.rigs.bytes.specs import alike, block_size
 from pytest_kvconform.rigs.cluster.faults import FaultlessObservation, FaultObservation
 from pytest_kvconform.rigs.cluster.transfer import Received, TransferObservation
-from pytest_kvconform.rigs.context import LONGER, declared_addition, declared_amount
+from pytest_kvconform.rigs.context import LONGER
 from pytest_kvconform.rigs.engine.messages import listed
 from pytest_kvconform.rigs.scenario import LATE, NEVER, POLL, POST, STATUS, TWICE, Transfer
+from pytest_kvconform.suite._load_amount import observe_long_enough
 from pytest_kvconform.suite.bytes._observations import finding, moved, wrong_words
 from pytest_kvconform.suite.bytes._stores import UNLIKE, is_store
 
@@ -102,14 +103,12 @@ def _long_enough(
     `observe_longer`: tokens to add to each prompt -> the observation. `loads`: whether D loaded something for
     every request of an observation. Returns also how many tokens were added.
     """
-    if declared_amount(bench.subject):
-        by = declared_addition(bench.subject, min(BLOCK, block_size(bench.cell, "D")))
-        return observe_longer(by), by
-    found = observe_longer(0)
-    if loads(found):
-        return found, 0
-    longer = observe_longer(LONGER)
-    return (longer, LONGER) if loads(longer) else (found, 0)
+    block = min(BLOCK, block_size(bench.cell, "D"))
+
+    def to_add(found: Found) -> int:
+        return LONGER if not loads(found) and loads(observe_longer(LONGER)) else 0
+
+    return observe_long_enough(bench.subject, block, observe_longer, to_add)
 
 
 def _all_load(observed: TransferObservation) -> bool:

@@ -17,10 +17,9 @@ from pytest_kvconform.rigs.bench import Bench
 from pytest_kvconform.rigs.bytes.messages import Check
 from pytest_kvconform.rigs.bytes.specs import alike, block_size, dropped_tokens, side_of, zygotes
 from pytest_kvconform.rigs.cluster.transfer import Received, TransferObservation
-from pytest_kvconform.rigs.context import declared_addition, declared_amount
 from pytest_kvconform.rigs.scenario import Transfer, lengthened
 from pytest_kvconform.suite._load_amount import loads as loads_kv
-from pytest_kvconform.suite._load_amount import tokens_to_add
+from pytest_kvconform.suite._load_amount import observe_long_enough, tokens_to_add
 from pytest_kvconform.suite._recomputed_tokens import Loads
 from pytest_kvconform.suite.bytes._stores import check_store_may_miss, is_store
 from pytest_kvconform.suite.bytes._transfers import (
@@ -41,13 +40,13 @@ TWO_ZYGOTES = (
 def observe(bench: Bench, transfer: Transfer) -> TransferObservation:
     """Observe a transfer, whatever its outcome. Its prompts are long enough for the connector's loads."""
     block = block_size(bench.cell, "D")
-    if declared_amount(bench.subject):
-        return _observe(bench, transfer, declared_addition(bench.subject, block))
-    found = _observe(bench, transfer, 0)
-    if found.refused or (is_store(bench) and not alike(bench.cell)):
-        return found
-    by = tokens_to_add(bench.subject, block, found, lambda by: _longest(bench, by))
-    return _observe(bench, transfer, by) if by else found
+
+    def to_add(found: TransferObservation) -> int:
+        if found.refused or (is_store(bench) and not alike(bench.cell)):
+            return 0
+        return tokens_to_add(bench.subject, block, found, lambda by: _longest(bench, by))
+
+    return observe_long_enough(bench.subject, block, lambda by: _observe(bench, transfer, by), to_add)[0]
 
 
 def _observe(bench: Bench, transfer: Transfer, by: int) -> TransferObservation:

@@ -8,10 +8,9 @@ from model_matrix import Family, load_families, parse_topology
 from pytest_kvconform.result import Blocked, HarnessError, NotApplicable, blocked_by
 from pytest_kvconform.rigs.bench import Bench
 from pytest_kvconform.rigs.cluster.observation import Observation, RequestObservation
-from pytest_kvconform.rigs.context import declared_addition, declared_amount
 from pytest_kvconform.rigs.scenario import Scenario, lengthened
 from pytest_kvconform.suite._load_amount import loads as loads_kv
-from pytest_kvconform.suite._load_amount import tokens_to_add
+from pytest_kvconform.suite._load_amount import observe_long_enough, tokens_to_add
 from pytest_kvconform.suite._recomputed_tokens import Loads
 from pytest_kvconform.suite.bytes._stores import UNLIKE
 from pytest_kvconform.suite.engine._scenarios import lengths
@@ -57,13 +56,13 @@ def observe(bench: Bench, scenario: Scenario) -> Observation:
     block = load_families()[bench.cell.family].block_size
     if not scenario.due:
         return _observe(bench, scenario, 0)
-    if declared_amount(bench.subject):
-        return _observe(bench, scenario, declared_addition(bench.subject, block))
-    found = _observe(bench, scenario, 0)
-    if scenario.abort:
-        return found
-    by = tokens_to_add(bench.subject, block, found, lambda by: _longest(bench, by))
-    return _observe(bench, scenario, by) if by else found
+
+    def to_add(found: Observation) -> int:
+        if scenario.abort:
+            return 0
+        return tokens_to_add(bench.subject, block, found, lambda by: _longest(bench, by))
+
+    return observe_long_enough(bench.subject, block, lambda by: _observe(bench, scenario, by), to_add)[0]
 
 
 def _observe(bench: Bench, scenario: Scenario, by: int) -> Observation:

@@ -15,6 +15,8 @@ from pytest_kvconform.case_outcome import error_of
 from pytest_kvconform.result import Blocked, Cell, Evidence, Outcome
 from pytest_kvconform.rigs.bench import Bench
 from pytest_kvconform.rigs.processes.linux import threads
+from pytest_kvconform.rigs.scheduler.live.config import LiveSpec, live_config
+from pytest_kvconform.rigs.scheduler.live.pair import Live, RemoteEngine, start_engine, step_together
 from pytest_kvconform.rigs.scheduler.rig import Rig
 from pytest_kvconform.suite.interface import shutdown as interface
 from pytest_kvconform.suite.interface._cells import cell_of_once, each_memory
@@ -82,9 +84,6 @@ def threads_after_hand_overs(rig: Rig, role: str) -> Evidence:
 
     It is no case. The threads of a pool that the first load or save begins are of this kind.
     """
-    from pytest_kvconform.rigs.scheduler.live.config import LiveSpec
-    from pytest_kvconform.rigs.scheduler.live.pair import RemoteEngine
-
     other = LiveSpec("D", engine=1) if role == "P" else LiveSpec("P")
     peers = [] if rig.subject.is_store else [RemoteEngine(rig, other)]
     earlier: dict[str, str] = {}  # id -> name of threads that engines before the last one have left
@@ -108,14 +107,10 @@ def _left_by_hand_over(rig: Rig, role: str, number: int, peers: list[Any]) -> di
     Returns id -> name without numbers of the threads that this engine leaves. `peers`: the engine on the
     other side; none: a store.
     """
-    from pytest_kvconform.rigs.scheduler.live.config import LiveSpec, live_config
-    from pytest_kvconform.rigs.scheduler.live.engine import LiveEngine
-    from pytest_kvconform.rigs.scheduler.live.pair import Live, step_together
-
     spec = LiveSpec(role if peers else "P", engine=int(bool(peers) and role == "D"), port=number)
     config = live_config(rig, spec)
     config.kv_transfer_config.engine_id = str(uuid.uuid4())  # each engine is another one for its peer
-    engine = LiveEngine(rig, spec, config)
+    engine = start_engine(rig, spec, config)
     step_together(engine, peers)
     sides = {"P": engine, "D": engine} | {peer.spec.role: peer for peer in peers}
     live = Live(rig, sides["P"], sides["D"])

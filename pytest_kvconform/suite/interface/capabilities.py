@@ -12,9 +12,14 @@ from pytest_kvconform.result import Evidence, blocked_by, repr_of
 from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.scheduler.connector_class import call_class_hook, require_standard_reports
 from pytest_kvconform.rigs.scheduler.rig import Rig, Side
+from pytest_kvconform.rigs.scheduler.store_engine import (
+    end_engine_with_worker,
+    spare_port,
+    start_engine_with_worker,
+)
 from pytest_kvconform.rigs.vllm_setup.answers import why_no_truth
-from pytest_kvconform.rigs.vllm_setup.classes import class_named, has_hook
 from pytest_kvconform.rigs.vllm_setup.engine_config import LAYOUT_ALIASES, layout_names
+from pytest_kvconform.rigs.vllm_setup.hooks import class_named, has_hook
 from pytest_kvconform.suite.interface._cells import once
 
 DELIVERY = "requires_kv_delivery"
@@ -200,12 +205,6 @@ def _push_work_ends_with_workers(rig: Rig, scripted: Side) -> bool:
     """Whether has_pending_push_work becomes false in an engine with a worker half. The scheduler half may
     wait for a report of its worker half about the end of a request, if that half has reports of its own.
     """
-    from pytest_kvconform.rigs.scheduler.store_engine import (
-        end_engine_with_worker,
-        spare_port,
-        start_engine_with_worker,
-    )
-
     hook, base = "build_connector_worker_meta", class_named("KVConnectorBase_V1")
     if getattr(type(scripted.connector), hook) is getattr(base, hook):
         return False

@@ -10,8 +10,15 @@ from pytest_kvconform.result import Evidence
 from pytest_kvconform.rigs.scheduler.connector_class import connector_class
 from pytest_kvconform.rigs.scheduler.rig import Rig
 from pytest_kvconform.rigs.scheduler.worker_half import WorkerHalf
-from pytest_kvconform.rigs.vllm_setup.classes import class_named, has_hook
-from pytest_kvconform.rigs.vllm_setup.hooks import BOTH, CLASS, SCHEDULER, WORKER, calls_of
+from pytest_kvconform.rigs.vllm_setup.hooks import (
+    BOTH,
+    CLASS,
+    SCHEDULER,
+    WORKER,
+    calls_of,
+    class_named,
+    has_hook,
+)
 from pytest_kvconform.suite.interface._cells import has_groups, once
 
 

@@ -13,7 +13,7 @@ from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.scheduler.rig import Rig
 from pytest_kvconform.rigs.scheduler.violations import HookRaised
 from pytest_kvconform.rigs.scheduler.worker_half import WorkerHalf
-from pytest_kvconform.rigs.vllm_setup.classes import (
+from pytest_kvconform.rigs.vllm_setup.worker import (
     has_process_groups,
     has_worker_half,
     uses_accelerator,

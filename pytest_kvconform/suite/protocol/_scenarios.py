@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from typing import TypeVar
 
 from model_matrix import load_geometries
 from model_matrix.geometries import SlidingWindow, State
 from pytest_kvconform.result import Cell, NotApplicable
 from pytest_kvconform.rigs.scheduler.leaks import integers, mentions, walk
-from pytest_kvconform.rigs.scheduler.live.endings import STATUS
+from pytest_kvconform.rigs.scheduler.live.endings import STATUS, Ending
 from pytest_kvconform.rigs.scheduler.rig import Rig, Side, Step
 
+Variant = TypeVar("Variant")
 _LENGTH = re.compile(r"(?:(?P<times>\d*)b)?(?P<rest>[+-]?\d+)?")
 
 
@@ -37,21 +39,30 @@ def token_count(length: str, block: int) -> int:
 
 PROMPT = "3b+5"  # several blocks, the last one partly filled
 
-# Whose request, how it ends, in which state. P's requests ask for a hand-over, D's have been handed over, and
-# plain requests carry no params.
-PREFILLS = ("p-length", "p-stop", "p-abort-new", "p-abort-waiting", "p-abort-running", "p-error-running")
-DECODES = (
-    "d-length",
-    "d-stop",
-    "d-abort-new",
-    "d-abort-waiting",
-    "d-abort-loading",
-    "d-error-loading",
-    "d-abort-running",
+FINISHED_PREFILLS = (Ending("p", "length"), Ending("p", "stop"))
+ENDED_PREFILLS = (
+    Ending("p", "abort", "new"),
+    Ending("p", "abort", "waiting"),
+    Ending("p", "abort", "running"),
+    Ending("p", "error", "running"),
 )
-PLAIN = ("plain-length", "plain-abort-waiting", "plain-abort-running")
-ENDINGS = (*PLAIN, *PREFILLS, *DECODES)
-FEW = ("p-length", "d-abort-loading", "plain-length", "p-abort-running")
+DECODES = (
+    Ending("d", "length"),
+    Ending("d", "stop"),
+    Ending("d", "abort", "new"),
+    Ending("d", "abort", "waiting"),
+    Ending("d", "abort", "loading"),
+    Ending("d", "error", "loading"),
+    Ending("d", "abort", "running"),
+)
+PLAIN = (Ending("plain", "length"), Ending("plain", "abort", "waiting"), Ending("plain", "abort", "running"))
+ENDINGS = (*PLAIN, *FINISHED_PREFILLS, *ENDED_PREFILLS, *DECODES)
+FEW = (
+    Ending("p", "length"),
+    Ending("d", "abort", "loading"),
+    Ending("plain", "length"),
+    Ending("p", "abort", "running"),
+)
 
 
 def needs_hand_over(rig: Rig) -> None:
@@ -83,7 +94,7 @@ def needs_metadata_of_loads_only(rig: Rig) -> None:
         )
 
 
-def first_in_quick(*variants: str) -> Callable[[Cell, str], tuple[str, ...]]:
+def first_in_quick(*variants: Variant) -> Callable[[Cell, str], tuple[Variant, ...]]:
     """Variants for every cell.
 
     In the quick matrix, models of several KV cache groups have the first variant alone.
@@ -91,7 +102,7 @@ def first_in_quick(*variants: str) -> Callable[[Cell, str], tuple[str, ...]]:
     return lambda cell, matrix: variants if matrix != "quick" or one_group(cell) else variants[:1]
 
 
-def endings(cell: Cell, matrix: str) -> tuple[str, ...]:
+def endings(cell: Cell, matrix: str) -> tuple[Ending, ...]:
     """Variants: every way to end a request. The quick matrix has a few of them."""
     return ENDINGS if matrix != "quick" else FEW if one_group(cell) else FEW[:2]
 
@@ -103,15 +114,15 @@ def one_group(cell: Cell) -> bool:
     )
 
 
-def run_to_end(rig: Rig, ending: str, sides: tuple[Side, ...] = ()) -> tuple[Side, str, tuple[Side, ...]]:
+def run_to_end(rig: Rig, ending: Ending, sides: tuple[Side, ...] = ()) -> tuple[Side, str, tuple[Side, ...]]:
     """Bring one request to its end.
 
     Returns its side, its id, and all sides. Blocks that are kept stay kept, and loads stay under way.
     `sides`: those of an earlier call, to repeat it on them.
     """
-    who, how, state = [*ending.split("-"), ""][:3]
+    how, state = ending.how, ending.state
     p = sides[0] if sides else rig.side("P")
-    if who == "d":
+    if ending.whose == "d":
         needs_hand_over(rig)
         d = sides[1] if sides else rig.side("D")
         prompt = rig.prompt(token_count(PROMPT, d.block_size))
@@ -122,7 +133,7 @@ def run_to_end(rig: Rig, ending: str, sides: tuple[Side, ...] = ()) -> tuple[Sid
         prompt = rig.prompt(token_count(PROMPT, p.block_size))
         id = p.add(
             prompt,
-            rig.prefill_params() if who == "p" else None,
+            rig.prefill_params() if ending.whose == "p" else None,
             max_tokens=1 if how == "length" else 3,
             stop=how == "stop",
         )

@@ -7,6 +7,7 @@ from pytest_kvconform.result import Evidence, Violation
 from pytest_kvconform.rigs.context import declared_amount
 from pytest_kvconform.rigs.scheduler.leaks import is_opaque
 from pytest_kvconform.rigs.scheduler.rig import Rig, Side
+from pytest_kvconform.rigs.scheduler.store_engine import workers_hear_of_ends
 from pytest_kvconform.suite.protocol._scenarios import (
     PROMPT,
     first_in_quick,
@@ -133,8 +134,6 @@ def _workers_know(d: Side, id: str, readable: bool = False) -> bool:
     metadata does), or the worker half of this connector reports the ends of which vLLM tells it. Or the
     metadata names it while vLLM steps D on.
     """
-    from pytest_kvconform.rigs.scheduler.store_engine import workers_hear_of_ends
-
     readable = readable or any(step.mentions(name) for step in d.steps for name in d.prompts)
     step = d.step()
     named = step.mentions(id) or (not readable and is_opaque(step.metadata))

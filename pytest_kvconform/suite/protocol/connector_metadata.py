@@ -5,6 +5,7 @@ from __future__ import annotations
 from pytest_kvconform.case import case
 from pytest_kvconform.result import Cell, Evidence, HarnessError, NotApplicable
 from pytest_kvconform.rigs.scheduler.leaks import walk
+from pytest_kvconform.rigs.scheduler.live.endings import Ending
 from pytest_kvconform.rigs.scheduler.rig import Rig, Side
 from pytest_kvconform.suite.protocol._scenarios import (
     PROMPT,
@@ -22,17 +23,17 @@ BUILT = "build_connector_meta"
 IDLE_STEPS, LATER_STEPS = 2, 5  # without a request, and all steps in which an order could come too late
 
 
-def _situations(cell: Cell, matrix: str) -> tuple[str, ...]:
+def _situations(cell: Cell, matrix: str) -> tuple[Ending | str, ...]:
     return ("empty", *endings(cell, matrix))
 
 
 @case("KV-META-001", variants=_situations, rig="scheduler")
-def metadata_survives_pickle(rig: Rig, situation: str) -> Evidence:
+def metadata_survives_pickle(rig: Rig, situation: Ending | str) -> Evidence:
     """In every step build_connector_meta returns a KVConnectorMetadata that survives pickle.
 
     This holds for empty steps, too. The recorder checks each step.
     """
-    if situation == "empty":
+    if isinstance(situation, str):  # "empty"
         sides: tuple[Side, ...] = (rig.side("P"), rig.side("D"))
     else:
         _, _, sides = run_to_end(rig, situation)
@@ -85,7 +86,7 @@ def load_is_not_ordered_into_freed_blocks(rig: Rig, situation: str) -> Evidence:
 
 
 @case("KV-META-003", variants=endings, rig="scheduler")
-def freed_blocks_are_in_no_order(rig: Rig, ending: str) -> Evidence:
+def freed_blocks_are_in_no_order(rig: Rig, ending: Ending) -> Evidence:
     """After a request has ended and vLLM has freed its blocks, no metadata names it with these blocks.
 
     They would be loaded, sent or saved while they belong to another request.

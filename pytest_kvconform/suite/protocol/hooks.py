@@ -10,6 +10,7 @@ import itertools
 
 from pytest_kvconform.case import case
 from pytest_kvconform.result import Evidence, NotApplicable
+from pytest_kvconform.rigs.scheduler.live.endings import Ending
 from pytest_kvconform.rigs.scheduler.rig import Rig
 from pytest_kvconform.suite.protocol._scenarios import (
     PROMPT,
@@ -27,7 +28,7 @@ SILENT = 20  # steps in which no worker reports anything
 
 
 @case("KV-HOOK-001", variants=endings, rig="scheduler")
-def no_hook_raises(rig: Rig, ending: str) -> Evidence:
+def no_hook_raises(rig: Rig, ending: Ending) -> Evidence:
     """No hook raises between the arrival of a request and its end."""
     _, _, sides = run_to_end(rig, ending)
     report_all(*sides)

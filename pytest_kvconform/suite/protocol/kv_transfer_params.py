@@ -14,6 +14,7 @@ from pytest_kvconform.rigs.scheduler.connector_class import REPORTS, classes_wit
 from pytest_kvconform.rigs.scheduler.leaks import growing_memory, integers, leaks
 from pytest_kvconform.rigs.scheduler.live.endings import grow_with_bad_params
 from pytest_kvconform.rigs.scheduler.rig import Rig, Side
+from pytest_kvconform.rigs.scheduler.store_engine import end_in_worker
 from pytest_kvconform.suite.protocol._corrupted_params import CORRUPT_LISTS, CORRUPT_VALUES, corrupted
 from pytest_kvconform.suite.protocol._scenarios import (
     PROMPT,
@@ -328,8 +329,6 @@ def _run_request(
     """Return what goes wrong with a request that has these params, or "". An ordered load is reported as
     failed. `names_own`, `names_p`: whether metadata of a right load names blocks of this side, and of P's.
     """
-    from pytest_kvconform.rigs.scheduler.store_engine import end_in_worker
-
     id = side.add(prompt, params)
     side.rig.step_until_matched(side, id)
     if side.waits_for_remote_kv(id):

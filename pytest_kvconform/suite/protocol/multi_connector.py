@@ -7,8 +7,10 @@ from typing import Any
 from model_matrix import load_geometries
 from pytest_kvconform.case import case
 from pytest_kvconform.result import Cell, Evidence, NotApplicable
+from pytest_kvconform.rigs.scheduler.fake_connector import multi_connector_children, with_fake_connector
 from pytest_kvconform.rigs.scheduler.leaks import integers
 from pytest_kvconform.rigs.scheduler.rig import Rig, Side
+from pytest_kvconform.rigs.scheduler.worker_half import WorkerHalf
 from pytest_kvconform.suite.protocol._scenarios import (
     PROMPT,
     SAME,
@@ -36,8 +38,6 @@ def _dense(cell: Cell) -> bool:
 
 
 def _pair(rig: Rig, where: str) -> tuple[Side, Side]:
-    from pytest_kvconform.rigs.scheduler.fake_connector import with_fake_connector
-
     needs_hand_over(rig)
     return rig.side("P", transfer=with_fake_connector(where)), rig.side(
         "D", transfer=with_fake_connector(where)
@@ -68,8 +68,6 @@ def loads_nothing_if_another_connector_loads(rig: Rig, where: str) -> Evidence:
 
     It orders no load, and notifies P (KV-HIT-001).
     """
-    from pytest_kvconform.rigs.scheduler.fake_connector import multi_connector_children, with_fake_connector
-
     p, d = _pair(rig, where)
     prompt = rig.prompt(token_count(PROMPT, d.block_size))
     subject, fake = multi_connector_children(d)
@@ -121,8 +119,6 @@ def loads_nothing_if_another_connector_loads(rig: Rig, where: str) -> Evidence:
 )
 def loads_the_same_as_alone(rig: Rig, where: str) -> Evidence:
     """The fake connector announces nothing, or does not know yet: the connector loads as it does alone."""
-    from pytest_kvconform.rigs.scheduler.fake_connector import multi_connector_children
-
     how, _, place = where.rpartition("_")
     p, d = _pair(rig, place)
     prompt = rig.prompt(token_count(PROMPT, d.block_size))
@@ -191,8 +187,6 @@ def keeps_only_its_own_blocks(rig: Rig, who: str) -> Evidence:
 
     It also gets the reports of the fake connector.
     """
-    from pytest_kvconform.rigs.scheduler.fake_connector import multi_connector_children
-
     who, _, where = who.partition("-")
     p, _ = _pair(rig, where)
     subject, fake = multi_connector_children(p)
@@ -225,8 +219,6 @@ def shares_the_params_dict(rig: Rig, where: str) -> Evidence:
 
     The keys of one request are not in the next dict.
     """
-    from pytest_kvconform.rigs.scheduler.fake_connector import multi_connector_children
-
     p, d = _pair(rig, where)
     _alone(rig, rig.prompt(token_count(PROMPT, p.block_size)))  # if this prompt is loaded, all of them are
     _, fake = multi_connector_children(p)
@@ -264,9 +256,6 @@ def handshake_metadata_reaches_scheduler_half(rig: Rig, where: str) -> Evidence:
 
     The other child of MultiConnector, a fake connector, publishes nothing.
     """
-    from pytest_kvconform.rigs.scheduler.fake_connector import with_fake_connector
-    from pytest_kvconform.rigs.scheduler.worker_half import WorkerHalf
-
     half, published = WorkerHalf(rig, "P"), list[dict[Any, str]]()
     for config in (
         half.config.kv_transfer_config,

@@ -7,7 +7,17 @@ from typing import Any
 
 from pytest_kvconform.case import case
 from pytest_kvconform.result import Cell, Evidence, NotApplicable
+from pytest_kvconform.rigs.scheduler.fake_connector import (
+    is_fake,
+    multi_connector_children,
+    with_fake_connector,
+)
+from pytest_kvconform.rigs.scheduler.live.config import LiveSpec
+from pytest_kvconform.rigs.scheduler.live.fake_loads import write_fake_loads
+from pytest_kvconform.rigs.scheduler.live.pair import live_engines
 from pytest_kvconform.rigs.scheduler.rig import Rig
+from pytest_kvconform.rigs.scheduler.violations import HookRaised, SchedulerStopped
+from pytest_kvconform.rigs.scheduler.worker_half import WorkerHalf
 from pytest_kvconform.suite.interface.shutdown import once_nothing
 from pytest_kvconform.suite.protocol.stress._live import decode, loaded, plain, prefill, prompts_of, settle
 
@@ -43,12 +53,6 @@ def loads_of_another_connector_are_not_reported(rig: Rig, how: str) -> Evidence:
 
     The connector reports nothing about it, and loads the next request as it has loaded one before.
     """
-    from pytest_kvconform.rigs.scheduler.fake_connector import multi_connector_children
-    from pytest_kvconform.rigs.scheduler.live.config import LiveSpec
-    from pytest_kvconform.rigs.scheduler.live.fake_loads import write_fake_loads
-    from pytest_kvconform.rigs.scheduler.live.pair import live_engines
-    from pytest_kvconform.rigs.scheduler.violations import SchedulerStopped
-
     ends, _, where = how.partition("-")
     policy = "recompute" if ends == "recomputed" else "fail"
     p = LiveSpec("P", fake=where, policy=policy)
@@ -98,7 +102,7 @@ def _load_by_fake(live: Any, owner: int, ends: str, where: str) -> str:
 
     Before the subject, it wins over it: then P has computed the prompt, and hands it over.
     """
-    [fake] = [one for one in _children(live.d.side.connector) if _is_fake(one)]
+    [fake] = [one for one in _children(live.d.side.connector) if is_fake(one)]
     prompts = prompts_of(live, [3 * live.rig.host.spec.memory["D"].block + 5], owner)
     ids = prefill(live, prompts) if where == "first" else {}
     fake.loads, fake.ends = True, ends
@@ -114,18 +118,12 @@ def _children(connector: Any) -> list[Any]:
     return list(connector.sub_connectors)
 
 
-def _is_fake(connector: Any) -> bool:
-    from pytest_kvconform.rigs.vllm_setup.stand_ins.fake_connector import FakeConnector
-
-    return isinstance(connector, FakeConnector)
-
-
 def _watch_reports(engine: Any, found: set[str]) -> None:
     """Add all requests to `found` that the subject's worker half reports from now on.
 
     The engine's step raises Violation if MultiConnector cannot unite what it reports with other reports.
     """
-    [subject] = [one for one in _children(engine.half.connector) if not _is_fake(one)]
+    [subject] = [one for one in _children(engine.half.connector) if not is_fake(one)]
     results, errors = subject.get_transfer_results, subject.get_block_ids_with_load_errors
 
     def get_transfer_results(finished_req_ids: set[str]) -> Any:
@@ -161,11 +159,6 @@ def shutdown_ends_both_connectors(rig: Rig, how: str) -> Evidence:
     """vLLM shuts MultiConnector down: shutdown() of both connectors is called on both halves, that of the
     connector raises nothing, and no port is left, also if the fake connector's raises.
     """
-    from pytest_kvconform.rigs.scheduler.fake_connector import with_fake_connector
-    from pytest_kvconform.rigs.scheduler.violations import HookRaised
-    from pytest_kvconform.rigs.scheduler.worker_half import WorkerHalf
-    from pytest_kvconform.rigs.vllm_setup.stand_ins.fake_connector import FakeError
-
     what, _, where = how.partition("-")
     half = WorkerHalf(rig, "P")
     half.config.kv_transfer_config = with_fake_connector(where)(half.config.kv_transfer_config)
@@ -175,12 +168,12 @@ def shutdown_ends_both_connectors(rig: Rig, how: str) -> Evidence:
         "scheduler": (side.connector, side.scheduler.shutdown),
     }
     for name, (multi, end) in halves.items():
-        [fake], [subject] = ([one for one in _children(multi) if _is_fake(one) is it] for it in (True, False))
+        [fake], [subject] = ([one for one in _children(multi) if is_fake(one) is it] for it in (True, False))
         fake.raises, ends = what == "raises", _watch_shutdown(subject)
         try:
             half.recorder.call(f"shutdown of the {name} half", end)
         except HookRaised as raised:
-            if not isinstance(raised.error, FakeError) and not any(ends):
+            if not is_fake(raised.error) and not any(ends):
                 raise
         inside = f"inside MultiConnector, {'behind' if where == 'first' else 'before'} a fake connector, "
         if raised_by_subject := next(filter(None, ends), ""):

@@ -6,11 +6,13 @@ from pytest_kvconform.case import case
 from pytest_kvconform.result import Evidence, NotApplicable
 from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.scheduler.leaks import integers
-from pytest_kvconform.rigs.scheduler.live.endings import require_bounded_memory
+from pytest_kvconform.rigs.scheduler.live.endings import Ending, require_bounded_memory
 from pytest_kvconform.rigs.scheduler.rig import Rig, Side
+from pytest_kvconform.rigs.scheduler.store_engine import start_engine_with_worker
 from pytest_kvconform.suite.protocol._scenarios import (
+    ENDED_PREFILLS,
     ENDINGS,
-    PREFILLS,
+    FINISHED_PREFILLS,
     PROMPT,
     endings,
     first_in_quick,
@@ -24,7 +26,7 @@ ENDED = "request_finished"
 # Seconds in which a worker half reports an aborted prefill that it still wrote; times --kv-timeout-scale.
 DRAIN_S = 4.0
 # Behind a hit in D's prefix cache, after a load that failed, and after a preemption.
-MORE_ENDINGS = ("d-hit", "d-failed", "d-preempted")
+MORE_ENDINGS = (Ending("d", "hit"), Ending("d", "failed"), Ending("d", "preempted"))
 
 
 def _ends(*sides: Side) -> Evidence:
@@ -32,14 +34,14 @@ def _ends(*sides: Side) -> Evidence:
 
 
 @case("KV-FINISH-001", variants=endings, rig="scheduler")
-def returns_bool_and_params(rig: Rig, ending: str) -> Evidence:
+def returns_bool_and_params(rig: Rig, ending: Ending) -> Evidence:
     """At every end request_finished returns (bool, dict or None)."""
     _, _, sides = run_to_end(rig, ending)
     return _ends(*sides)
 
 
-@case("KV-FINISH-002", variants=first_in_quick("p-length", "p-stop"), rig="scheduler")
-def params_survive_json(rig: Rig, ending: str) -> Evidence:
+@case("KV-FINISH-002", variants=first_in_quick(*FINISHED_PREFILLS), rig="scheduler")
+def params_survive_json(rig: Rig, ending: Ending) -> Evidence:
     """JSON does not change the params that P returns, and D accepts them after JSON."""
     needs_hand_over(rig)
     p, p_id, _ = run_to_end(rig, ending)
@@ -55,7 +57,7 @@ def params_survive_json(rig: Rig, ending: str) -> Evidence:
 
 
 @case("KV-FINISH-003", variants=first_in_quick(*ENDINGS), rig="scheduler")
-def every_block_is_freed(rig: Rig, ending: str) -> Evidence:
+def every_block_is_freed(rig: Rig, ending: Ending) -> Evidence:
     """However and wherever a request ends, no block or request is left in the scheduler.
 
     This holds when the workers have reported everything.
@@ -67,7 +69,7 @@ def every_block_is_freed(rig: Rig, ending: str) -> Evidence:
 
 
 @case("KV-FINISH-003", variants=first_in_quick(*ENDINGS, *MORE_ENDINGS), rig="scheduler")
-def memory_of_ended_requests_is_bounded(rig: Rig, ending: str) -> Evidence:
+def memory_of_ended_requests_is_bounded(rig: Rig, ending: Ending) -> Evidence:
     """However requests end, the connector does not remember ever more of them.
 
     If it remembers anything of one request after its end, many more requests end in the same way.
@@ -78,7 +80,7 @@ def memory_of_ended_requests_is_bounded(rig: Rig, ending: str) -> Evidence:
     return ends
 
 
-def _end_one(rig: Rig, ending: str, sides: tuple[Side, ...]) -> tuple[Side, ...]:
+def _end_one(rig: Rig, ending: Ending, sides: tuple[Side, ...]) -> tuple[Side, ...]:
     """Bring one request to its end, let the workers report everything, and let them know of the end."""
     _, _, sides = (_end_on_d if ending in MORE_ENDINGS else run_to_end)(rig, ending, sides)
     report_all(*sides)
@@ -87,18 +89,18 @@ def _end_one(rig: Rig, ending: str, sides: tuple[Side, ...]) -> tuple[Side, ...]
     return sides
 
 
-def _end_on_d(rig: Rig, ending: str, sides: tuple[Side, ...]) -> tuple[Side, str, tuple[Side, ...]]:
+def _end_on_d(rig: Rig, ending: Ending, sides: tuple[Side, ...]) -> tuple[Side, str, tuple[Side, ...]]:
     """Further ways on which a request of D comes to its end: see MORE_ENDINGS."""
     needs_hand_over(rig)
     p, d = sides or (rig.side("P"), rig.side("D", policy="recompute"))
     prompt = rig.prompt(token_count(PROMPT, d.block_size))
-    if ending == "d-hit":
+    if ending.how == "hit":
         d.warm_prefix_cache(prompt, d.block_size)
     _, id = rig.hand_over(p, d, prompt, max_tokens=3)
     rig.step_until_matched(d, id)
-    if ending == "d-failed" and d.waits_for_remote_kv(id):
+    if ending.how == "failed" and d.waits_for_remote_kv(id):
         d.step(failed=[id])
-    elif ending == "d-preempted":
+    elif ending.how == "preempted":
         d.run(lambda: d.status(id) == "RUNNING")
         d.preempt(id)
     d.run()
@@ -134,10 +136,10 @@ def requests_that_end_together_are_all_freed(rig: Rig, ends: str) -> Evidence:
 
 @case(
     "KV-FINISH-004",
-    variants=first_in_quick(*[one for one in PREFILLS if "abort" in one or "error" in one]),
+    variants=first_in_quick(*ENDED_PREFILLS),
     rig="scheduler",
 )
-def aborted_prefill_is_freed_at_once(rig: Rig, ending: str) -> Evidence:
+def aborted_prefill_is_freed_at_once(rig: Rig, ending: Ending) -> Evidence:
     """Nobody reads a prefill that P did not finish: its blocks are free at once, or soon if writes are under
     way, and no params name them.
     """
@@ -162,12 +164,10 @@ def aborted_prefill_is_freed_at_once(rig: Rig, ending: str) -> Evidence:
     return Evidence(looked_at=1, unit="ends")
 
 
-def _require_workers_to_report(rig: Rig, ending: str) -> None:
+def _require_workers_to_report(rig: Rig, ending: Ending) -> None:
     """For an aborted prefill request_finished returned True, because writes may be under way. Abort one on an
     engine with a real worker half, and raise Violation unless the worker reports it soon.
     """
-    from pytest_kvconform.rigs.scheduler.store_engine import start_engine_with_worker
-
     p = start_engine_with_worker(rig)
     _, id, _ = run_to_end(rig, ending, (p,))
     [call] = p.calls_of(ENDED, id)
@@ -246,8 +246,8 @@ def params_name_the_final_blocks(rig: Rig, way: str) -> Evidence:
     return Evidence(looked_at=len(named), unit="blocks")
 
 
-@case("KV-FINISH-006", variants=first_in_quick("p-length", "p-stop"), rig="scheduler")
-def handed_over_blocks_are_kept_until_sent(rig: Rig, ending: str) -> Evidence:
+@case("KV-FINISH-006", variants=first_in_quick(*FINISHED_PREFILLS), rig="scheduler")
+def handed_over_blocks_are_kept_until_sent(rig: Rig, ending: Ending) -> Evidence:
     """P keeps blocks that params name until the workers report them as sent, and frees them then."""
     needs_hand_over(rig)
     p, id, _ = run_to_end(rig, ending)

@@ -64,7 +64,7 @@ def probe_subject(address, subject, deadline_s):
     return SubjectFacts(name=subject.connector, version="1.2.3", vllm="0.32.0", layout="HND")
 
 
-class Bench:
+class Benches:
     def __init__(self, address, subject, settings, facts, progress, shared):
         assert shared.is_dir()
         assert address == Zygote.address
@@ -72,13 +72,14 @@ class Bench:
         self.progress, self.cell, self.did, self.config = progress, None, [], subject.config
         _log(f"bench device {settings.device} seed {settings.seed} timeout-scale {settings.timeout_scale}")
 
-    def use(self, cell, of_case=(), of_all=()):
+    def at(self, cell, of_case=(), of_all=()):
         if cell != self.cell:
             if _wrong() == "no engine":
                 raise HarnessError("the engine did not start")
             _log(f"{os.environ.get('PYTEST_XDIST_WORKER', 'main')} starts {cell}")
             self.progress(f"{cell}: starting P (TP {cell.topology[1]}) and D (TP {cell.topology[3]})")
             self.cell = cell
+        return self
 
     def hook_calls(self):
         return [HookCall(at=7.0, side="D", hook="start_load_kv")]

@@ -19,6 +19,7 @@ from pytest_kvconform.rigs.bytes.faulty import nixl as faulty_nixl
 from pytest_kvconform.rigs.bytes.faulty.messages import FaultReport, LoadReport
 from pytest_kvconform.rigs.scenario import NEVER, Faults
 from pytest_kvconform.rigs.tap import around
+from pytest_kvconform.rigs.vllm_setup.worker import worker_half
 
 HOOK = "kvconform_fault"
 ALL = -1  # every transfer
@@ -60,7 +61,7 @@ def set_faults(worker: Any, faults: tuple[Faults, ...]) -> None:
     worker.forget_failed_loads()
     _loads.clear()
     faulty_nixl.set_faults(faults, worker.rank)
-    if hook := hook_of(_connector()):
+    if hook := hook_of(worker_half()):
         hook(NONE, ALL, 0)
         _asked[:] = [one for one in faults if not one.ranks or worker.rank in one.ranks]
         for question in (question for one in _asked for question in questions(one)):
@@ -70,7 +71,7 @@ def set_faults(worker: Any, faults: tuple[Faults, ...]) -> None:
 def start_held_transfers(worker: Any) -> None:
     """Begin every transfer that a fault holds in this rank."""
     faulty_nixl.start_held_transfers()
-    if hook := hook_of(_connector()):
+    if hook := hook_of(worker_half()):
         hook(START, ALL, 0)
 
 
@@ -95,7 +96,7 @@ def progress_of_left(worker: Any) -> None:
 def fault_report(worker: Any) -> FaultReport:
     """What the faults did in this rank."""
     report = replace(faulty_nixl.fault_report(), loads=tuple(_loads))
-    if hook := hook_of(_connector()):
+    if hook := hook_of(worker_half()):
         changed = hook(COUNT, ALL, 0)
         failing = [len(one.transfers) or changed for one in _asked if one.fail]
         dropped = any(one.notifications for one in _asked)
@@ -119,16 +120,10 @@ def watch_loads(worker: Any) -> None:
         note_loads(worker, sorted(set(found.finished_recving or ()) - set(found.failed_recving or ())))
         return found
 
-    around(_connector(), "get_transfer_results", note)
+    around(worker_half(), "get_transfer_results", note)
 
 
 def note_loads(worker: Any, requests: Iterable[str]) -> None:
     """Note how far the transfers of this rank are: loads of these requests are reported as finished."""
     begun, ended = faulty_nixl.begun_and_ended()
     _loads.extend(LoadReport(worker.rank, request, begun, ended) for request in requests)
-
-
-def _connector() -> Any:
-    from vllm.distributed.kv_transfer import get_kv_transfer_group
-
-    return get_kv_transfer_group()

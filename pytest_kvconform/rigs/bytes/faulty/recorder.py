@@ -17,6 +17,7 @@ from pytest_kvconform.result import repr_of
 from pytest_kvconform.rigs.bytes.faulty.messages import RankObservation, RankReport
 from pytest_kvconform.rigs.processes.cores import core_waits, lost, own_core_wait
 from pytest_kvconform.rigs.tap import around
+from pytest_kvconform.rigs.vllm_setup.worker import worker_half
 
 Names = tuple[str, ...]
 
@@ -97,9 +98,7 @@ _recorders: list[WorkerRecorder] = []
 
 def install(worker: Any) -> None:
     """Record the calls of this rank's worker half from now on."""
-    from vllm.distributed.kv_transfer import get_kv_transfer_group
-
-    _recorders.append(WorkerRecorder(get_kv_transfer_group(), worker.rank))
+    _recorders.append(WorkerRecorder(worker_half(), worker.rank))
 
 
 def observation(worker: Any) -> RankObservation:

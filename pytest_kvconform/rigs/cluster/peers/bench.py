@@ -24,7 +24,7 @@ from pytest_kvconform.rigs.cluster.peers.scenario_engines import (
     prompt_length,
     together,
 )
-from pytest_kvconform.rigs.cluster.peers.scenarios import BAD, CUT, ON_THEIR_OWN, SCENARIOS
+from pytest_kvconform.rigs.cluster.peers.scenarios import BAD, CUT, LIMITED, ON_THEIR_OWN, OVER_TCP, SCENARIOS
 from pytest_kvconform.rigs.cluster.peers.sleeping_peer import LIMIT
 from pytest_kvconform.rigs.context import RunContext
 from pytest_kvconform.rigs.engine.handle import hook_calls
@@ -33,9 +33,6 @@ from pytest_kvconform.rigs.processes.cores import own_core_wait
 # heartbeats prolong it by a third less, and a busy machine may keep an engine from stepping for a second
 LEASE_S = 3
 LOAD_S = 1.0  # that a load may take, where the connector declares `load_timeout`
-# Engines of `sleeping_peer` and of `shutdown_during_load`. Only loads of the first two have a time limit.
-OVER_TCP = ("P12", "D12", "P13", "D13")
-LIMITED = OVER_TCP[:2]
 # as users set it, here for one side
 ROPE = {"hf_overrides": {"rope_parameters": {"rope_type": "default", "rope_theta": 4e4}}}
 MORE_BLOCKS = 13  # of a P whose pool is larger than that of the others

@@ -56,6 +56,8 @@ class PeerScenario:
     beside: tuple[str, ...] = ()  # scenarios that this one needs while it runs
     waits_for_lease: bool = False  # whether it waits for a lease to end
     starts_early: bool = False  # while engines of other scenarios are still being started: it waits longest
+    over_tcp: bool = False  # NIXL of its engines reads with P's help
+    limits_loads: bool = False  # loads of its engines may take so long alone, see PeerBench.spec
 
 
 def together(every: dict[str, PeerScenario], names: Iterable[str]) -> dict[str, PeerScenario]:

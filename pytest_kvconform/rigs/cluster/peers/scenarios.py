@@ -330,7 +330,9 @@ SCENARIOS: dict[str, dict[str, PeerScenario]] = {
         "lease_ends_during_load": PeerScenario(lease_ends_during_load, ("P6", "D5"), waits_for_lease=True),
         **OF_LEASES,
         "stopped_peer": PeerScenario(stopped_peer, ("P2", "D2")),
-        "sleeping_peer": PeerScenario(sleeping_peer, ("P12", "D12"), starts_early=True),
+        "sleeping_peer": PeerScenario(
+            sleeping_peer, ("P12", "D12"), starts_early=True, over_tcp=True, limits_loads=True
+        ),
         "restarted_peer": PeerScenario(restarted_peer, ("P2", "D2", "D7"), after="stopped_peer"),
         **OF_RANKS["P1D1"],
     },
@@ -340,8 +342,20 @@ SCENARIOS: dict[str, dict[str, PeerScenario]] = {
 # Scenarios that run when a case asks for them, without the others.
 ON_THEIR_OWN: dict[str, PeerScenario] = {
     "another_model": PeerScenario(another_model, ("P", "D")),
-    "shutdown_during_load": PeerScenario(shutdown_during_load, ("P13", "D13"), starts_early=True),
+    "shutdown_during_load": PeerScenario(
+        shutdown_during_load, ("P13", "D13"), starts_early=True, over_tcp=True
+    ),
     "two_peers": PeerScenario(two_peers, ("P15", "P15-pool", "D15")),
     "two_readers": PeerScenario(two_readers, ("P16", "D16", "D17")),
     "two_samples": PeerScenario(two_samples, ("P18", "D18")),
 }
+
+
+def scenario_named(topology: str, name: str) -> PeerScenario:
+    """A scenario of the cells of a topology. Raises KeyError if they have none of this name."""
+    return ON_THEIR_OWN[name] if name in ON_THEIR_OWN else SCENARIOS[topology][name]
+
+
+_EVERY = (*ON_THEIR_OWN.values(), *SCENARIOS["P1D1"].values())
+OVER_TCP = frozenset(engine for one in _EVERY if one.over_tcp for engine in one.engines)
+LIMITED = frozenset(engine for one in _EVERY if one.limits_loads for engine in one.engines)

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import os
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from model_matrix.geometries import Geometry
 from model_matrix.variants import few_layers, speculating
 from pytest_kvconform.rigs.bytes.specs import over_tcp
 from pytest_kvconform.rigs.scheduler.fake_connector import with_fake_connector
+from pytest_kvconform.rigs.vllm_setup.worker import device_type
 
 if TYPE_CHECKING:
     from pytest_kvconform.rigs.scheduler.rig import Rig
@@ -45,9 +43,7 @@ def read_with_help() -> None:
 
     Each case has a process of its own.
     """
-    from vllm.platforms import current_platform
-
-    if current_platform.device_type == "cpu":
+    if device_type() == "cpu":
         os.environ |= over_tcp("cpu")
 
 
@@ -81,15 +77,3 @@ def for_rank(config: Any, spec: LiveSpec) -> None:
         parallel.data_parallel_size, parallel.data_parallel_rank_local = spec.data_parallel_size, 0
         parallel.data_parallel_rank = parallel.data_parallel_index = spec.data_parallel_rank
         transfer.engine_id = f"{transfer.engine_id}_dp{spec.data_parallel_rank}"
-
-
-def forward_context(metadata: Any, config: Any, output: Any) -> AbstractContextManager[None]:
-    """vLLM's forward context of a step, as if every data-parallel rank computed as many tokens as this one.
-
-    For models with experts vLLM otherwise asks the other ranks, which are not there.
-    """
-    from vllm.forward_context import set_forward_context
-
-    tokens = output.total_num_scheduled_tokens
-    of_ranks = torch.full((config.parallel_config.data_parallel_size,), tokens, dtype=torch.int32)
-    return set_forward_context(metadata, config, tokens, of_ranks)

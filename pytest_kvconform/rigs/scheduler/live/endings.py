@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pytest_kvconform.rigs.engine.router import RENDEZVOUS
@@ -32,11 +33,25 @@ AT_ONCE_S = 0.25  # in which a request with bad params ends by itself, as most d
 STATUS = {"abort": "FINISHED_ABORTED", "error": "FINISHED_ERROR"}  # vLLM's RequestStatus
 
 
+@dataclass(frozen=True)
+class Ending:
+    """How a request comes to its end. As a word of an id it is "p-abort-running"."""
+
+    whose: str  # "p": it asks for a hand-over; "d": it has been handed over; "plain": it has no params
+    # "length" or "stop": by itself; "abort" or "error": from outside; "hit", "failed" or "preempted": what
+    # happens to a request of D before it ends by itself
+    how: str
+    state: str = ""  # in which it is ended from outside: "new", "waiting", "loading" or "running"
+
+    def __str__(self) -> str:
+        return "-".join(filter(None, (self.whose, self.how, self.state)))
+
+
 def require_bounded_memory(
-    rig: Rig, sides: tuple[Side, ...], repeat: Callable[[], object], ending: str
+    rig: Rig, sides: tuple[Side, ...], repeat: Callable[[], object], ending: Ending
 ) -> None:
     """Raise Violation (KV-FINISH-003) if a connector remembers ever more requests that have ended: see
-    `leaks.growing_memory`. `ending`: how they end, see `grow_with_own_workers`.
+    `leaks.growing_memory`. `ending`: how they end.
 
     A connector with a build_connector_worker_meta of its own is wrong only where its memory also grows on
     live engines, whose workers call it.
@@ -54,13 +69,12 @@ def require_bounded_memory(
             raise rig.violation(LEFT, sentence, diagnosis=diagnosis)
 
 
-def grow_with_own_workers(rig: Rig, ending: str, role: str, places: set[str]) -> set[str]:
+def grow_with_own_workers(rig: Rig, ending: Ending, role: str, places: set[str]) -> set[str]:
     """Of these places in the scheduler half of P or D, those that name ever more requests that have ended,
     where both halves of the connector run. Each engine has one rank.
 
-    `ending`: how requests end: whose ("plain", "p" or "d"), how, and in which state. `places`: as
-    `leaks.remembered` names them. Those that another case of the cell has seen grow are not looked at again.
-    Raises Blocked if the worker half cannot run on this machine.
+    `ending`: how requests end. `places`: as `leaks.remembered` names them. Those that another case of the
+    cell has seen grow are not looked at again. Raises Blocked if the worker half cannot run on this machine.
     """
     from pytest_kvconform.rigs.scheduler.live.config import LiveSpec
     from pytest_kvconform.rigs.scheduler.live.pair import live_engines
@@ -68,7 +82,7 @@ def grow_with_own_workers(rig: Rig, ending: str, role: str, places: set[str]) ->
 
     if known := places & _known(rig, role):
         return known
-    memory, policy = rig.host.spec.memory, "recompute" if "-failed" in ending else "fail"
+    memory, policy = rig.host.spec.memory, "recompute" if ending.how == "failed" else "fail"
     tokens = 3 * max(memory["P"].block, memory["D"].block) + 5
     p, d = (
         LiveSpec(
@@ -205,20 +219,19 @@ def _known(rig: Rig, role: str) -> set[str]:
     return set(known.read_text().splitlines()) if known.exists() else set()
 
 
-def _end_one(live: Live, ending: str, role: str, owner: int, prompt: tuple[int, ...]) -> None:
+def _end_one(live: Live, ending: Ending, role: str, owner: int, prompt: tuple[int, ...]) -> None:
     """Bring one request to its end. If P's memory is looked at and a request of D is to end, D loads what P
     handed over: P does not see how a request of D ends.
     """
-    who, how, state = [*ending.split("-"), ""][:3]
-    if who == "d" and role == "P":
-        who, how, state = "p", "length", ""
-    on_d = who == "d"
+    if ending.whose == "d" and role == "P":
+        ending = Ending("p", "length")
+    how = ending.how
     tokens = 1 if how == "length" else 3 if how == "stop" else SEVERAL
-    asked = live.rig.prefill_params() if who != "plain" else None
-    if not on_d:
+    asked = live.rig.prefill_params() if ending.whose != "plain" else None
+    if ending.whose != "d":
         id = live.p.add(prompt, owner, asked, max_tokens=tokens, stop=how == "stop")
-        _bring_to_end(live, live.p, id, how, state)
-        if who == "p" and not state and live.p.do(_has_params, id):
+        _bring_to_end(live, live.p, id, ending)
+        if ending.whose == "p" and not ending.state and live.p.do(_has_params, id):
             _load(live, prompt, owner, id, max_tokens=1)
         live.settle(lambda: not live.p.kept(), RELEASES)
     else:
@@ -228,7 +241,7 @@ def _end_one(live: Live, ending: str, role: str, owner: int, prompt: tuple[int, 
             warm = live.d.add(prompt[: live.d.side.block_size], owner)
             live.settle(lambda: live.d.ended([warm]), "requests of D")
         id = _load(live, prompt, owner, like, max_tokens=tokens, stop=how == "stop", ends=False)
-        _bring_to_end(live, live.d, id, how, state)
+        _bring_to_end(live, live.d, id, ending)
         live.settle(lambda: not live.d.kept(), RELEASES)
     for one in live.engines:
         one.step()
@@ -244,17 +257,17 @@ def _load(live: Live, prompt: tuple[int, ...], owner: int, like: str, ends: bool
     return id
 
 
-def _bring_to_end(live: Live, engine: Any, id: str, how: str, state: str) -> None:
-    """Let a request end in a state; "": by itself, or as the scheduler ends it after `how`."""
-    if how == "failed":
+def _bring_to_end(live: Live, engine: Any, id: str, ending: Ending) -> None:
+    """Let a request come to this end."""
+    if ending.how == "failed":
         _fail_load(live, id)
-    elif how == "preempted":
+    elif ending.how == "preempted":
         live.settle(lambda: engine.statuses().get(id) in (None, "RUNNING"), "requests of D")
         engine.do(_preempt, id)
-    if state == "running" and engine is live.d:
+    if ending.state == "running" and engine is live.d:
         live.settle(lambda: engine.statuses().get(id) in (None, "RUNNING"), "requests of D")
-    if state:
-        engine.do(_end_from_outside, id, how, state)
+    if ending.state:
+        engine.do(_end_from_outside, id, ending.how, ending.state)
     else:
         live.settle(lambda: engine.ended([id]), "requests")
 

@@ -20,12 +20,7 @@ from pytest_kvconform.rigs.engine.messages import ON_D, ON_P
 from pytest_kvconform.rigs.engine.process import positions_of
 from pytest_kvconform.rigs.hook_calls import watch_local_hits
 from pytest_kvconform.rigs.scheduler.live.clocks import set_ahead
-from pytest_kvconform.rigs.scheduler.live.config import (
-    LiveSpec,
-    for_rank,
-    forward_context,
-    live_geometry,
-)
+from pytest_kvconform.rigs.scheduler.live.config import LiveSpec, for_rank, live_geometry
 from pytest_kvconform.rigs.scheduler.live.memory import WordMemory
 from pytest_kvconform.rigs.scheduler.live.reports import Reports
 from pytest_kvconform.rigs.scheduler.live.sizes import sizes_of, sizes_of_process
@@ -34,6 +29,7 @@ from pytest_kvconform.rigs.scheduler.worker_half import WorkerHalf
 from pytest_kvconform.rigs.tap import around
 from pytest_kvconform.rigs.vllm_setup.compat import defers_finalize, post_forward, pre_forward
 from pytest_kvconform.rigs.vllm_setup.kv_cache_specs import window_of
+from pytest_kvconform.rigs.vllm_setup.worker import forward_context
 
 OWNERS = 251  # numbers of requests that words can tell apart
 WAIT_S = 0.001  # after a step without tokens: transfers go on in the background
@@ -263,7 +259,7 @@ class LiveEngine:
         context = self._metadata(parts)
         if drafter and not defers_finalize(active):
             return self._step_with_drafter(output, parts, context)
-        with forward_context(context, self.half.config, output):
+        with forward_context(context, self.half.config, output.total_num_scheduled_tokens):
             call("the hooks before the forward", pre_forward, active, output)
             self._forward(parts, context)
             call("finish_forward", active.finish_forward)
@@ -275,8 +271,9 @@ class LiveEngine:
         (v1/worker/gpu_model_runner.py: execute_model and sample_tokens).
         """
         call, runner = self.half.recorder.call, KVConnectorModelRunnerMixin
+        tokens = output.total_num_scheduled_tokens
         self.half.call_hook("handle_preemptions", output.kv_connector_metadata)
-        with forward_context(context, self.half.config, output), contextlib.ExitStack() as stack:
+        with forward_context(context, self.half.config, tokens), contextlib.ExitStack() as stack:
             hooks = runner.maybe_get_kv_connector_output(output, defer_finalize=True)
             reported = call("the hooks before the forward", stack.enter_context, hooks)
             self._forward(parts, context)

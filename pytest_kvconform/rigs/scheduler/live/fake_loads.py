@@ -6,8 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pytest_kvconform.rigs.vllm_setup.stand_ins.fake_connector import LOADED, FakeMetadata
-
 if TYPE_CHECKING:
     from pytest_kvconform.rigs.scheduler.live.engine import LiveEngine
 
@@ -16,6 +14,8 @@ def write_fake_loads(engine: LiveEngine) -> None:
     """Write, from now on, what loads of the fake connector bring that do not fail. The engine compares it
     when the request runs, as what the subject loads.
     """
+    from pytest_kvconform.rigs.vllm_setup.stand_ins.fake_connector import LOADED, FakeMetadata
+
     side, work = engine.side, engine.side.worker
     assert work is not None
 

@@ -1,4 +1,7 @@
-"""Live engines for one case, each in a process of its own as in a deployment."""
+"""Live engines for one case, each in a process of its own as in a deployment.
+
+`start_engine` alone loads torch and vLLM: cases import this module.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +23,9 @@ from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.processes.linux import die_with_parent
 from pytest_kvconform.rigs.scheduler.live import ends
 from pytest_kvconform.rigs.scheduler.live.config import LiveSpec, live_config
-from pytest_kvconform.rigs.scheduler.live.engine import LiveEngine
 
 if TYPE_CHECKING:
+    from pytest_kvconform.rigs.scheduler.live.engine import LiveEngine
     from pytest_kvconform.rigs.scheduler.rig import Rig
 
 ALONE_S = 0.02  # for which a step of P lasts before D steps, too
@@ -114,6 +117,13 @@ class RemoteEngine:
         raise error_of(value)
 
 
+def start_engine(rig: Rig, spec: LiveSpec, config: Any) -> LiveEngine:
+    """Start a live engine in this process. `config`: of `live_config`."""
+    from pytest_kvconform.rigs.scheduler.live.engine import LiveEngine
+
+    return LiveEngine(rig, spec, config)
+
+
 def _serve(rig: Rig, spec: LiveSpec, config: Any, line: Connection) -> None:
     """Run a live engine: answer each (method, arguments) until the line is closed. Ends the process."""
     die_with_parent()
@@ -122,7 +132,7 @@ def _serve(rig: Rig, spec: LiveSpec, config: Any, line: Connection) -> None:
         while True:
             try:
                 if engine is None:
-                    engine = LiveEngine(rig, spec, config)
+                    engine = start_engine(rig, spec, config)
                     answer: tuple[str, Any] = "returned", None
                 else:
                     name, args, kwargs = line.recv()
@@ -237,7 +247,7 @@ def live_engines(
     """Start P and D, of a store one engine unless `apart`, and further engines. End them whatever happens."""
     first = p or LiveSpec("P")
     if rig.subject.is_store and not apart:
-        engine = LiveEngine(rig, first, live_config(rig, first))
+        engine = start_engine(rig, first, live_config(rig, first))
         try:
             yield Live(rig, engine, engine)
         finally:
@@ -248,7 +258,7 @@ def live_engines(
     try:
         for spec in (first, *more):  # forked before this process has threads of a connector
             remote.append(RemoteEngine(rig, spec))
-        engine = LiveEngine(rig, own, live_config(rig, own))
+        engine = start_engine(rig, own, live_config(rig, own))
         step_together(engine, remote)
         yield Live(rig, remote[0], engine, tuple(remote[1:]))
         engine.close()

@@ -33,6 +33,7 @@ from pytest_kvconform.rigs.scheduler.leaks import LATER_S
 from pytest_kvconform.rigs.scheduler.live import ends
 from pytest_kvconform.rigs.scheduler.live.clocks import set_ahead
 from pytest_kvconform.rigs.scheduler.worker_half import WorkerHalf
+from pytest_kvconform.rigs.vllm_setup.worker import shut_worker_half_down
 
 if TYPE_CHECKING:
     from pytest_kvconform.rigs.scheduler.rig import Rig
@@ -159,8 +160,6 @@ def _work(
     Until then it also takes steps: SchedulerOutput and slots -> KVConnectorOutput, or a CaseEnd. DAY: a day
     passes for this process.
     """
-    from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_shutdown
-
     die_with_parent()
     rig.host.hook.judge(os.getpid(), f"the process of {role}'s worker half")
     try:
@@ -183,7 +182,7 @@ def _work(
                 answer = end_of(error)
             line.send(answer)
     try:
-        ensure_kv_transfer_shutdown()
+        shut_worker_half_down()
     except BaseException:
         traceback.print_exc()  # to the log: cases about shutdown judge it
     os._exit(0)

@@ -15,9 +15,10 @@ from pytest_kvconform.rigs.bytes.messages import Check
 from pytest_kvconform.rigs.bytes.specs import block_size
 from pytest_kvconform.rigs.cluster.transfer import Received
 from pytest_kvconform.rigs.cluster.two_turns import TurnObservation, prompt_of_next_turn
-from pytest_kvconform.rigs.context import LONGER, declared_addition, declared_amount
+from pytest_kvconform.rigs.context import LONGER
 from pytest_kvconform.rigs.engine.router import RENDEZVOUS
 from pytest_kvconform.rigs.scenario import Prompt, Transfer, Turn, lengthened, tokens
+from pytest_kvconform.suite._load_amount import observe_long_enough
 from pytest_kvconform.suite.bytes._observations import completed
 from pytest_kvconform.suite.bytes._stores import is_store
 from pytest_kvconform.suite.bytes._transfers import has_state, longest_length
@@ -104,13 +105,15 @@ def observe_turns(bench: Bench, transfer: Transfer) -> TurnObservation:
     Raises NotApplicable where the connector keeps nothing for a next turn, and is not declared to do so.
     """
     require_a_keeper(bench)
-    if declared_amount(bench.subject):
-        return _observe(bench, transfer, declared_addition(bench.subject, block_size(bench.cell, "P")))
-    found = _observe(bench, transfer, 0)
-    if transfer.name in (NEXT, SAME_P) and found.on_p and found.on_p.finish == "length" and not loads(found):
-        longer = _observe(bench, transfer, LONGER)
-        return longer if loads(longer) else found
-    return found
+
+    def to_add(found: TurnObservation) -> int:
+        completed = found.on_p is not None and found.on_p.finish == "length"
+        if transfer.name not in (NEXT, SAME_P) or not completed or loads(found):
+            return 0
+        return LONGER if loads(_observe(bench, transfer, LONGER)) else 0
+
+    block = block_size(bench.cell, "P")
+    return observe_long_enough(bench.subject, block, lambda by: _observe(bench, transfer, by), to_add)[0]
 
 
 def loads(observed: TurnObservation) -> bool:

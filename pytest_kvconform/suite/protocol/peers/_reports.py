@@ -13,7 +13,6 @@ from pytest_kvconform.suite._peer_observations import completed, observe, violat
 
 SENDING, RECVING = "sending", "recving"
 ENGINES = dict(zip("PD", RANKS, strict=True))
-OWNS = " ".join(RANKS)
 
 
 def why_unread(found: EngineObservation, role: str, where: str, request: str) -> str:
@@ -37,7 +36,7 @@ def check_reported_once(bench: Bench, scenario: str, rule: str) -> None:
     This holds, too, if the second report or something else has ended the engine.
     """
     try:
-        observed = completed(bench, scenario, rule, OWNS)
+        observed = completed(bench, scenario, rule)
         failed: Violation | None = None
     except Violation as error:
         observed, failed = observe(bench, scenario), error

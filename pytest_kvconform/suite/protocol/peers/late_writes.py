@@ -28,7 +28,7 @@ AFTER = "P's process was stopped during a load of D, and went on: the next reque
 @case("KV-FAIL-004", rig="peers", applies=one_rank, scenarios=("sleeping_peer",))
 def nothing_is_written_when_p_wakes(bench: Bench, variant: None) -> Evidence:
     """P's process is stopped during a load of D and goes on later: no byte of another request changes."""
-    observed = completed(bench, "sleeping_peer", "KV-FAIL-004", "P12 D12")
+    observed = completed(bench, "sleeping_peer", "KV-FAIL-004")
     given_up = [GIVEN_UP[why] for why in GIVEN_UP if observed.numbers[why]]
     for check in observed.audits:
         if check.pool.wrong:

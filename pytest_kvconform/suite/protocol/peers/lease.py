@@ -17,6 +17,7 @@ from pytest_kvconform.suite._peer_observations import (
     check_right,
     completed,
     engine,
+    engines_of,
     evidence,
     has_peers,
     observe,
@@ -33,7 +34,6 @@ LEASE_ENDS = {
     "load",
 }
 DURING = "lease_ends_during_load"
-OWNS = {"lease_ends_before_load": "D8", "lease_ends_during_load": "D5"}
 READS = "D uses what it has read from blocks whose lease had ended"
 WRITES = "P frees blocks while it writes from them, and tells D nothing of it"
 WAITS = {"queued_past_lease": "before it was scheduled", "loading_past_lease": "for its load to end"}
@@ -53,16 +53,16 @@ def _variants(scenarios: dict[str, str], cell: Cell) -> tuple[str, ...]:
     return tuple(name for name in scenarios if one_rank(cell) or name in WITHOUT_FAULTS)
 
 
-def _with_short_lease(bench: Bench, name: str, rule: str, owns: str) -> ScenarioObservation:
-    """Observe a scenario with a short lease."""
+def _with_short_lease(bench: Bench, name: str, rule: str, roles: str = "PD") -> ScenarioObservation:
+    """Observe a scenario with a short lease. `roles`: of the engines whose failure breaks the rule."""
     has_peers(bench)
     bench.peers.require_short_lease()
-    return completed(bench, name, rule, owns)
+    return completed(bench, name, rule, engines_of(bench, name, roles))
 
 
-def _freed(bench: Bench, name: str, rule: str, owns: str) -> ScenarioObservation:
+def _freed(bench: Bench, name: str, rule: str, roles: str) -> ScenarioObservation:
     """Observe a scenario in which P has freed the blocks of its request."""
-    observed = _with_short_lease(bench, name, rule, owns)
+    observed = _with_short_lease(bench, name, rule, roles)
     if not observed.numbers["freed"]:
         case = "kv::protocol/peers/lease::expired_lease_frees_blocks"
         raise blocked_by(case, "P has not freed the blocks")
@@ -79,7 +79,7 @@ def _freed(bench: Bench, name: str, rule: str, owns: str) -> ScenarioObservation
 def load_after_the_lease_is_detected(bench: Bench, variant: str) -> Evidence:
     """D refuses the request or computes it, and uses nothing that P has written since the lease."""
     copy = _hands_over_a_copy(bench)  # first: a finding shows the calls of what was observed last
-    observed = _freed(bench, variant, "KV-LEASE-001", OWNS[variant])
+    observed = _freed(bench, variant, "KV-LEASE-001", "D")
     ended = observed.decodes["late"]
     what = outcome_of(ended)
     if what in (STUCK, WRONG) or (what == RIGHT and not (copy or observed.numbers.get("of_p"))):
@@ -109,7 +109,7 @@ def expired_lease_frees_blocks(bench: Bench, variant: None) -> Evidence:
     copy = _hands_over_a_copy(bench)
     observed = _with_short_lease(bench, "lease_ends_before_load", "KV-LEASE-002", "")
     handed, kept = observed.prefills["late"], _kept(bench, observed, "late", observed.numbers["freed"], copy)
-    p = engine(observed, "P6")
+    p = engine(observed, *engines_of(bench, "lease_ends_before_load", "P"))
     for watched in p.ranks:
         if (times := len(watched.reports_of("sending", handed.id))) - p.times_taken("sending", handed.id) > 1:
             raise violation(
@@ -190,7 +190,7 @@ def late_notification_is_ignored(bench: Bench, variant: None) -> Evidence:
     for name in _variants(LEASE_ENDS, bench.cell):
         if name == DURING and observe(bench, name).unsupported == KEEPS:
             continue  # the notification of such a load is not late
-        observed = _freed(bench, name, "KV-LEASE-003", "P6")
+        observed = _freed(bench, name, "KV-LEASE-003", "P")
         after = {"after": f"{LEASE_ENDS[name]}: the next request of D"}
         failed = outcome_of(observed.decodes["late"]) == REFUSED
         looked_at += check_right("KV-LEASE-003", observed, bench.peers.lease_s, after, failed)
@@ -206,7 +206,7 @@ def late_notification_is_ignored(bench: Bench, variant: None) -> Evidence:
 )
 def blocks_are_kept_while_d_waits(bench: Bench, variant: str) -> Evidence:
     """A request that waits on D for longer than a lease finds P's blocks unchanged."""
-    observed = _with_short_lease(bench, variant, "KV-LEASE-004", "P5 D6")
+    observed = _with_short_lease(bench, variant, "KV-LEASE-004")
     if observed.too_slow:
         raise Blocked(observed.too_slow)
     # those with ordinary ids first: they tell more

@@ -37,7 +37,7 @@ SAME = {"same": "the same model on P and D: a request of D"}
 def kv_of_another_model_is_not_loaded(bench: Bench, what: str) -> Evidence:
     """A D with another model refuses what P hands over, or computes it. A D like P loads it."""
     rule = "KV-PEER-008"
-    observed = completed(bench, "another_model", rule, f"D-{what}")
+    observed = completed(bench, "another_model", rule, (f"D-{what}",))
     check_right(rule, observed, bench.peers.lease_s, SAME)
     ended = observed.decodes[what]
     outcome = outcome_of(ended)

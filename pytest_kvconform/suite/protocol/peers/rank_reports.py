@@ -29,7 +29,6 @@ from pytest_kvconform.suite._peer_observations import (
 )
 from pytest_kvconform.suite.protocol.peers._reports import (
     ENGINES,
-    OWNS,
     RECVING,
     SENDING,
     check_reported_once,
@@ -55,7 +54,7 @@ def each_rank_reports_once(bench: Bench, variant: None) -> Evidence:
     P reports requests whose blocks it keeps after their ends: vLLM knows no other one any more.
     """
     check_reported_once(bench, "hand_overs", "KV-RANK-001")
-    observed = completed(bench, "hand_overs", "KV-RANK-001", OWNS)
+    observed = completed(bench, "hand_overs", "KV-RANK-001")
     require_some_load(observed)
     looked_at = 0
     for name, handed in observed.prefills.items():
@@ -91,7 +90,7 @@ def only_waiting_requests_are_reported(bench: Bench, role: str) -> Evidence:
         raise violation(
             "KV-RANK-002", f"{who} of {role} named request {request} in finished_{where}: {reason}", observed
         )
-    observed = completed(bench, scenario, "KV-RANK-002", OWNS)
+    observed = completed(bench, scenario, "KV-RANK-002")
     check_right("KV-RANK-002", observed, bench.peers.lease_s, {"last": "the next request of D"})
     named = sum(len(counts(watched, where)) for watched in engine(observed, ENGINES[role]).ranks)
     return evidence(named + len(observed.request_ids), "requests", observed)
@@ -102,7 +101,7 @@ def failed_load_is_reported_once(bench: Bench, variant: None) -> Evidence:
     """A request that one rank cannot load, and its blocks, are in one report of that rank. A load of another
     request may have failed with the same blocks.
     """
-    observed = completed(bench, "failed_load", "KV-RANK-003", OWNS)
+    observed = completed(bench, "failed_load", "KV-RANK-003")
     request, looked_at = observed.decodes["failed"], 0
     for watched in observed.ranks:
         failed = [report for report in watched.reports if request.id in report.failed or report.blocks]
@@ -144,7 +143,7 @@ def failed_load_is_reported_once(bench: Bench, variant: None) -> Evidence:
 @case("KV-RANK-004", rig="peers", scenarios=("load_on_idle_engine",))
 def load_ends_in_idle_steps(bench: Bench, variant: None) -> Evidence:
     """A load ends while D computes nothing."""
-    observed = completed(bench, "load_on_idle_engine", "KV-RANK-004", OWNS)
+    observed = completed(bench, "load_on_idle_engine", "KV-RANK-004")
     ended = observed.decodes["quiet"]
     if loaded_within_step(ended.trace):
         raise NotApplicable("D loads within the step that reads the KV, so that this step is not idle")
@@ -194,7 +193,7 @@ def _abort_waits(bench: Bench, scenario: str, first_held: int) -> Evidence:
 
     A connector may drop transfers that it has not begun, and report the load before: nothing is written then.
     """
-    observed = completed(bench, scenario, "KV-RANK-005", OWNS)
+    observed = completed(bench, scenario, "KV-RANK-005")
     request, found = observed.request_ids["aborted"], engine(observed, ENGINES["D"])
     reported = [
         watched.rank
@@ -267,7 +266,7 @@ def reports_of_a_failed_step_may_come_later(bench: Bench, variant: None) -> Evid
 
 def _gives_back(bench: Bench, scenario: str, rule: str, moment: str, diagnosis: str) -> Evidence:
     """Check that a request that is aborted at this moment of the end of its load gives its blocks back."""
-    observed = completed(bench, scenario, rule, OWNS)
+    observed = completed(bench, scenario, rule)
     held = observed.numbers.get(moment)
     if held is None:
         raise Blocked("a request that was aborted at an earlier moment of this step still holds its blocks")

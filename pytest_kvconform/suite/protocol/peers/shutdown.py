@@ -10,6 +10,7 @@ from pytest_kvconform.rigs.context import REQUEST_S
 from pytest_kvconform.suite._peer_observations import (
     RIGHT,
     completed,
+    engines_of,
     evidence,
     one_rank,
     outcome_of,
@@ -23,7 +24,7 @@ RULE = "KV-SHUTDOWN-004"
 @case(RULE, rig="peers", applies=one_rank, scenarios=("shutdown_during_load",))
 def nothing_is_written_after_shutdown(bench: Bench, variant: None) -> Evidence:
     """P's process is stopped during a load, and D shuts down. That ends, and nothing is written later."""
-    observed = completed(bench, "shutdown_during_load", RULE, "D13")
+    observed = completed(bench, "shutdown_during_load", RULE, engines_of(bench, "shutdown_during_load", "D"))
     _require_load(observed)
     numbers, when = observed.numbers, "D shut down during a load, and P's process stood still"
     if not numbers["returned"]:

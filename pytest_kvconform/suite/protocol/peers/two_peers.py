@@ -27,7 +27,7 @@ PEERS = {"one": "the first P", "other": "the second P, whose pool is larger,"}
 def each_load_is_from_its_own_peer(bench: Bench, variant: None) -> Evidence:
     """D loads from two P's with pools of different sizes: in turn, twice from each, and at once from both."""
     rule = "KV-PEER-009"
-    observed = completed(bench, "two_peers", rule, "P15 P15-pool D15")
+    observed = completed(bench, "two_peers", rule)
     requests = {
         f"{turn}_{name}": f"D loads from two P's in turn: the {turn} request for KV of {PEERS[name]}"
         for turn in TURNS
@@ -47,14 +47,14 @@ def blocks_are_freed_whichever_d_loads(bench: Bench, variant: None) -> Evidence:
     The load after which a P does that soonest shows how long it needs.
     """
     rule, lease_s = "KV-BLOCKS-001", bench.peers.lease_s
-    observed = completed(bench, "two_readers", rule, "P16 D16 D17")
+    observed = completed(bench, "two_readers", rule)
     requests = {
         f"{turn}_{name}": f"two D's load from one P in turn: the {turn} request of {READERS[name]}"
         for turn in TURNS
         for name in READERS
     }
     rows = check_right(rule, observed, lease_s, requests)
-    at_once = completed(bench, "two_peers", rule, "")
+    at_once = completed(bench, "two_peers", rule, ())
     freed = {words: observed.numbers[name] for name, words in requests.items()}
     others = {f"both_{name}": f"{AT_ONCE} {PEERS[name]}" for name in PEERS} | {"before": BEFORE}
     freed |= {

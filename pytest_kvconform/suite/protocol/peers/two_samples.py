@@ -37,7 +37,7 @@ def second_sample_loads_right_bytes_or_none(bench: Bench, variant: None) -> Evid
     D may compute it, or end it with an error, and may then load nothing from this P for a while.
     """
     lease_s = bench.peers.lease_s
-    observed = completed(bench, "two_samples", "KV-BYTES-001", "P18 D18")
+    observed = completed(bench, "two_samples", "KV-BYTES-001")
     if outcome_of(observed.decodes["first"]) == COMPUTED:  # other cases say whether it may
         raise NotApplicable("D computed the first of two samples, and loaded nothing that P could free")
     first = check_right("KV-BYTES-001", observed, lease_s, {"first": "the first of two samples"})

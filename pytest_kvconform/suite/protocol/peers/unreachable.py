@@ -21,6 +21,7 @@ from pytest_kvconform.suite._peer_observations import (
     check_right,
     completed,
     engine,
+    engines_of,
     evidence,
     observe,
     one_rank,
@@ -38,7 +39,6 @@ OTHER_LOADS = {
 }
 ONE_OF_TWO = "two such loads fail at about the same time, and the connector ends one of them alone as failed"
 QUICK = 0.5  # part of a lease in which a D meets a P, on a machine that leaves time for it
-OWNS = {"unreachable_peer": "D", "silent_peer": "D4"}
 of_places = functools.partial(
     case, rig="peers", applies=one_rank, variants=lambda cell, matrix: tuple(PLACES), scenarios=None
 )
@@ -51,7 +51,7 @@ CUTS = {
 @of_places("KV-PEER-001")
 def unreachable_peer_fails_only_its_request(bench: Bench, variant: str) -> Evidence:
     """Requests whose P cannot be reached end, and the next request of D is right."""
-    observed = completed(bench, variant, "KV-PEER-001", OWNS[variant])
+    observed = completed(bench, variant, "KV-PEER-001", engines_of(bench, variant, "D"))
     ends = {name: outcome_of(observed.decodes[name]) for name in BAD if name in observed.decodes}
     alone = "" if len(set(ends.values())) == 1 else ONE_OF_TWO
     for bad, what in ((observed.decodes[name], what) for name, what in ends.items()):
@@ -96,7 +96,7 @@ def unreachable_peer_delays_no_other_load(bench: Bench, variant: str) -> Evidenc
 
 
 def _not_delayed(rule: str, bench: Bench, scenario: str, others: dict[str, str]) -> Evidence:
-    observed = completed(bench, scenario, rule, "")
+    observed = completed(bench, scenario, rule, ())
     if any(loaded_within_step(ended.trace) for ended in observed.decodes.values()):
         raise NotApplicable("D loads within the step that reads the KV: a step lasts as long as its loads")
     asked, noticeable_s = observed.decodes["bad"], bench.peers.scaled_seconds(NOTICEABLE_S)
@@ -134,7 +134,8 @@ def restarted_peer_is_a_new_engine(bench: Bench, variant: str) -> Evidence:
 
     What the new engine hands over arrives.
     """
-    observed = completed(bench, "restarted_peer", "KV-PEER-002", "P2 P2b D2" if variant == "met" else "D7")
+    owns = ("P2", "P2b", "D2") if variant == "met" else ("D7",)
+    observed = completed(bench, "restarted_peer", "KV-PEER-002", owns)
     old, new = {"met": ("old", "new"), "stranger": ("stranger", "new_stranger")}[variant]
     who = {"met": "a D that knows the old engine", "stranger": "a D that knows neither engine"}[variant]
     what = outcome_of(observed.decodes[old])
@@ -157,7 +158,7 @@ def restarted_peer_is_a_new_engine(bench: Bench, variant: str) -> Evidence:
 @case("KV-PEER-006", rig="peers", applies=one_rank, scenarios=("restarted_peer",))
 def load_ends_when_p_dies(bench: Bench, variant: None) -> Evidence:
     """P is stopped while D loads from it, and killed: the request of D ends, and D goes on."""
-    observed = completed(bench, "restarted_peer", "KV-PEER-006", "P2b D2")
+    observed = completed(bench, "restarted_peer", "KV-PEER-006", ("P2b", "D2"))
     ended = observed.decodes["interrupted"]
     if (what := outcome_of(ended)) in (STUCK, WRONG):
         words = "loaded wrong bytes" if what == WRONG else f"did not end within {_limit(bench):.0f} s"
@@ -186,7 +187,7 @@ def load_ends_when_p_dies(bench: Bench, variant: None) -> Evidence:
 )
 def broken_connection_fails_only_its_request(bench: Bench, moment: str) -> Evidence:
     """A request whose connections to P are reset ends, and later requests reach P."""
-    observed = completed(bench, "cut_connections", "KV-PEER-007", "D10")
+    observed = completed(bench, "cut_connections", "KV-PEER-007", engines_of(bench, "cut_connections", "D"))
     if not observed.numbers[moment]:
         raise NotApplicable(f"D made no connection to the port that P's params name that {CUTS[moment]}")
     ended = observed.decodes[moment]
@@ -223,8 +224,9 @@ def _limit(bench: Bench) -> float:
 )
 def start_load_kv_does_not_wait_for_p(bench: Bench, variant: str) -> Evidence:
     """start_load_kv returns at once while P is stopped, and the load succeeds when P goes on."""
-    observed = completed(bench, "stopped_peer", "KV-PEER-005", "D2 P2")
-    (watched,) = engine(observed, "D2").ranks
+    observed = completed(bench, "stopped_peer", "KV-PEER-005")
+    (d,) = engines_of(bench, "stopped_peer", "D")
+    (watched,) = engine(observed, d).ranks
     first, end = (observed.numbers[f"{variant}_{word}"] for word in ("from", "to"))
     stopped = watched.longest_start_load_kv(first, end)
     calm = watched.longest_start_load_kv(observed.numbers["calm_from"], observed.numbers["calm_to"])
@@ -276,7 +278,7 @@ def start_load_kv_does_not_wait_for_p(bench: Bench, variant: str) -> Evidence:
 def listener_survives_garbage_messages(bench: Bench, variant: None) -> Evidence:
     """After a thousand garbage messages P lives, and a new D loads what P has computed."""
     control = observe(bench, "hand_overs")  # first: a finding shows the calls of what was observed last
-    observed = completed(bench, "garbage_messages", "KV-SIDE-001", "P3 D3")
+    observed = completed(bench, "garbage_messages", "KV-SIDE-001")
     sent = int(observed.numbers["sent"])
     if sent < MESSAGES // 2:
         raise HarnessError(f"{sent} of {MESSAGES} messages could be sent to the port of P")

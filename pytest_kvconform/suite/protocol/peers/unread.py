@@ -5,7 +5,7 @@ from __future__ import annotations
 from pytest_kvconform.case import case
 from pytest_kvconform.result import Blocked, Evidence, NotApplicable
 from pytest_kvconform.rigs.bench import Bench
-from pytest_kvconform.rigs.cluster.peers.rank_scenarios import RANKS, unread
+from pytest_kvconform.rigs.cluster.peers.rank_scenarios import unread
 from pytest_kvconform.suite._peer_observations import completed, evidence, require_some_load, violation
 
 REASONS = {
@@ -43,7 +43,7 @@ def p_is_freed_without_a_load(bench: Bench, why: str) -> Evidence:
 
 
 def _p_frees(bench: Bench, why: str, rule: str) -> Evidence:
-    observed = completed(bench, "nothing_to_load", rule, " ".join(RANKS))
+    observed = completed(bench, "nothing_to_load", rule)
     require_some_load(observed)
     ended = observed.decodes.get(why)
     if ended and (external := ended.trace.external_tokens) and why == "whole":

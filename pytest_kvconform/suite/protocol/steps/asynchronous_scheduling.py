@@ -15,7 +15,9 @@ import msgspec
 
 from pytest_kvconform.case import case
 from pytest_kvconform.result import Cell, Evidence, NotApplicable, Violation
+from pytest_kvconform.rigs.scheduler.live.endings import Ending
 from pytest_kvconform.rigs.scheduler.rig import Rig, Side
+from pytest_kvconform.rigs.scheduler.store_engine import end_engine_with_worker, start_engine_with_worker
 from pytest_kvconform.suite.protocol._scenarios import (
     ENDINGS,
     PROMPT,
@@ -29,7 +31,7 @@ from pytest_kvconform.suite.protocol.multi_connector import _dense
 from pytest_kvconform.suite.protocol.stores.saved_prompts import step_until_found
 
 IN_FLIGHT = "with a step in flight between schedule() and update_from_output()"
-FEW = ("d-length", "p-length", "d-abort-loading")
+FEW = (Ending("d", "length"), Ending("p", "length"), Ending("d", "abort", "loading"))
 
 
 class Did(NamedTuple):
@@ -97,13 +99,13 @@ def twice(rig: Rig, scenario: Callable[[], Did], real_worker: bool = False) -> D
     return alone
 
 
-def ends(cell: Cell, matrix: str) -> tuple[str, ...]:
+def ends(cell: Cell, matrix: str) -> tuple[Ending, ...]:
     """Variants: ends of requests. The quick matrix has them for one model of one KV cache group."""
     return ENDINGS if matrix != "quick" else FEW if one_group(cell) else FEW[:1]
 
 
 @case("KV-ASYNC-001", variants=ends, rig="scheduler")
-def requests_end_with_a_step_in_flight(rig: Rig, ending: str) -> Evidence:
+def requests_end_with_a_step_in_flight(rig: Rig, ending: Ending) -> Evidence:
     """A request ends, is handed over, loaded and freed as without a step in flight."""
 
     def scenario() -> Did:
@@ -137,11 +139,6 @@ def mixed_requests_with_a_step_in_flight(rig: Rig, role: str) -> Evidence:
 @case("KV-ASYNC-001", applies=_dense, rig="scheduler")
 def saved_prompts_load_with_a_step_in_flight(rig: Rig, _: None) -> Evidence:
     """A store saves a prompt, and loads it again, with a step in flight."""
-    from pytest_kvconform.rigs.scheduler.store_engine import (
-        end_engine_with_worker,
-        start_engine_with_worker,
-    )
-
     if not rig.subject.is_store:
         raise NotApplicable(f"{rig.subject.connector} is no store: it saves nothing")
 

@@ -7,6 +7,7 @@ from collections import defaultdict
 from pytest_kvconform.case import case
 from pytest_kvconform.result import Evidence
 from pytest_kvconform.rigs.scheduler.rig import Rig
+from pytest_kvconform.rigs.scheduler.store_engine import start_engine_with_worker
 from pytest_kvconform.rigs.vllm_setup.hooks import STEP_LOOP
 from pytest_kvconform.suite.protocol.multi_connector import _dense
 
@@ -23,12 +24,7 @@ def step_loop_hooks_return_at_once(rig: Rig, half: str) -> Evidence:
     time in which it waited for a core.
     """
     durations: dict[str, list[float]] = defaultdict(list)
-    if half == "worker":
-        from pytest_kvconform.rigs.scheduler.store_engine import start_engine_with_worker
-
-        side = start_engine_with_worker(rig, durations)
-    else:
-        side = rig.side("P")
+    side = start_engine_with_worker(rig, durations) if half == "worker" else rig.side("P")
     for seed in range(REQUESTS):
         side.add(rig.prompt(side.block_size + 3, seed=seed), max_tokens=2)
         side.run(sent=half == "scheduler")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pytest_kvconform.case import case
 from pytest_kvconform.result import Evidence, Violation
+from pytest_kvconform.rigs.scheduler.live.pair import live_engines
 from pytest_kvconform.rigs.scheduler.rig import Rig
 from pytest_kvconform.suite.protocol.multi_connector import _dense
 from pytest_kvconform.suite.protocol.stores.saved_prompts import require_store
@@ -36,8 +37,6 @@ def abort_of_a_load_leaves_others_alone(rig: Rig, state: str) -> Evidence:
 
 
 def _abort(rig: Rig, state: str) -> Evidence:
-    from pytest_kvconform.rigs.scheduler.live.pair import live_engines
-
     with live_engines(rig) as live:
         block = rig.host.spec.memory["D"].block
         prompts = prompts_of(live, (4 * block + 5, 3 * block + 7))

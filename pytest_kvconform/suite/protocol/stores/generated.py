@@ -8,7 +8,9 @@ from typing import Any
 
 from pytest_kvconform.case import case
 from pytest_kvconform.result import Evidence
+from pytest_kvconform.rigs.scheduler.live.pair import live_engines
 from pytest_kvconform.rigs.scheduler.rig import Rig
+from pytest_kvconform.rigs.scheduler.side import SAMPLED
 from pytest_kvconform.suite.protocol.multi_connector import _dense
 from pytest_kvconform.suite.protocol.stores.saved_prompts import require_store
 from pytest_kvconform.suite.protocol.stress._live import await_saves, loaded, settle
@@ -23,9 +25,6 @@ def sampled_tokens_are_loaded_as_computed(rig: Rig, variant: None) -> Evidence:
     A store may save blocks that sampled tokens fill. What it loads of them is what was computed. Each answer
     ends at the end of a block, and no KV of its last token is computed.
     """
-    from pytest_kvconform.rigs.scheduler.live.pair import live_engines
-    from pytest_kvconform.rigs.scheduler.side import SAMPLED
-
     require_store(rig)
     with live_engines(rig) as live:
         engine, b = live.d, rig.host.spec.memory["D"].block

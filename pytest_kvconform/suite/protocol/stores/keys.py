@@ -12,6 +12,7 @@ from pytest_kvconform.case import case
 from pytest_kvconform.result import Blocked, Evidence, NotApplicable
 from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.scheduler.rig import Rig, Side
+from pytest_kvconform.rigs.scheduler.store_engine import allow_images, request_fields, start_scheduler_half
 from pytest_kvconform.suite.protocol._scenarios import token_count
 from pytest_kvconform.suite.protocol.multi_connector import _dense
 from pytest_kvconform.suite.protocol.stores.saved_prompts import ASKED, run_and_save, start_store
@@ -40,8 +41,6 @@ def _external_tokens(rig: Rig, side: Side, prompt: tuple[int, ...], fields: dict
 @case("KV-STORE-004", applies=_dense, variants=lambda cell, matrix: tuple(DIFFERENCES), rig="scheduler")
 def other_keys_match_nothing(rig: Rig, what: str) -> Evidence:
     """A store announces nothing for the same tokens with another salt, LoRA adapter, image or embedding."""
-    from pytest_kvconform.rigs.scheduler.store_engine import allow_images, request_fields
-
     side = start_store(rig)
     allow_images(side)
     prompt = rig.prompt(token_count(PROMPT, side.block_size))
@@ -79,8 +78,6 @@ def _announced(rig: Rig, side: Side, prompt: tuple[int, ...]) -> int | None:
 @case("KV-STORE-005", applies=_dense, variants=lambda cell, matrix: ENGINES, rig="scheduler")
 def other_models_match_nothing(rig: Rig, what: str) -> Evidence:
     """The scheduler half of an engine with another model or dtype announces nothing of what was saved."""
-    from pytest_kvconform.rigs.scheduler.store_engine import start_scheduler_half
-
     side = start_store(rig)
     prompt = rig.prompt(token_count(PROMPT, side.block_size))
     _external_tokens(rig, side, prompt, {})

@@ -6,6 +6,7 @@ from pytest_kvconform.case import case
 from pytest_kvconform.result import Evidence, NotApplicable
 from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.scheduler.rig import Rig, Side
+from pytest_kvconform.rigs.scheduler.store_engine import start_engine_with_worker
 from pytest_kvconform.suite.protocol._scenarios import token_count
 from pytest_kvconform.suite.protocol.multi_connector import _dense
 
@@ -22,8 +23,6 @@ def require_store(rig: Rig) -> None:
 
 def start_store(rig: Rig) -> Side:
     """Start an engine with a worker half. Raises NotApplicable for a P/D pair."""
-    from pytest_kvconform.rigs.scheduler.store_engine import start_engine_with_worker
-
     require_store(rig)
     return start_engine_with_worker(rig)
 

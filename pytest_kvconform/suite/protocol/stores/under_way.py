@@ -6,6 +6,8 @@ from msgspec.structs import replace
 
 from pytest_kvconform.case import case
 from pytest_kvconform.result import Evidence, NotApplicable, Violation
+from pytest_kvconform.rigs.scheduler.live.config import LiveSpec
+from pytest_kvconform.rigs.scheduler.live.pair import live_engines
 from pytest_kvconform.rigs.scheduler.rig import Rig
 from pytest_kvconform.suite.protocol.stores.saved_prompts import require_store
 from pytest_kvconform.suite.protocol.stress._live import await_saves, loaded, plain, prompts_of, settle
@@ -20,9 +22,6 @@ def prompts_can_be_loaded_while_they_are_saved(rig: Rig, variant: None) -> Evide
     """An engine computes prompts in several steps. Another one asks about one after its first step, about
     the next after its second step, and so on, and about one that is saved: what it loads is right.
     """
-    from pytest_kvconform.rigs.scheduler.live.config import LiveSpec
-    from pytest_kvconform.rigs.scheduler.live.pair import live_engines
-
     require_store(rig)
     if rig.subject.is_same_engine:
         raise NotApplicable("no engine loads what another one saves")

@@ -6,6 +6,7 @@ from msgspec import structs
 
 from pytest_kvconform.case import case
 from pytest_kvconform.result import Cell, Evidence, Violation
+from pytest_kvconform.rigs.scheduler.live.pair import live_engines
 from pytest_kvconform.rigs.scheduler.rig import Rig
 from pytest_kvconform.suite.protocol._scenarios import (
     PROMPT,
@@ -60,8 +61,6 @@ def loads_belong_to_their_own_embeddings(rig: Rig, way: str) -> Evidence:
     """Prompts of embeddings have no token ids, and those of one length look alike. D loads, if it loads at
     all, the KV of its own prompt.
     """
-    from pytest_kvconform.rigs.scheduler.live.pair import live_engines
-
     require = require_store if way == "saved" else needs_hand_over
     require(rig)
     with live_engines(rig) as live:
@@ -78,8 +77,6 @@ def blocks_of_embeddings_are_freed(rig: Rig, _: None) -> Evidence:
     """P frees the blocks of prompts of embeddings once D has ended them, whether D loads them or computes
     them itself.
     """
-    from pytest_kvconform.rigs.scheduler.live.pair import live_engines
-
     with live_engines(rig) as live:
         block = rig.host.spec.memory["P"].block
         prompts = prompts_of(live, [3 * block + 5] * 3)

@@ -7,6 +7,9 @@ from typing import Any
 
 from pytest_kvconform.case import case
 from pytest_kvconform.result import Evidence
+from pytest_kvconform.rigs.scheduler.live.config import LiveSpec, read_with_help
+from pytest_kvconform.rigs.scheduler.live.pair import live_engines
+from pytest_kvconform.rigs.scheduler.live.sizes import SHARE, growth
 from pytest_kvconform.rigs.scheduler.rig import Rig
 from pytest_kvconform.rigs.scheduler.violations import RELEASES
 from pytest_kvconform.suite.protocol.stress._live import (
@@ -38,8 +41,6 @@ def _prompts(live: Any, count: int) -> Prompts:
 @case("KV-MANY-001", applies=plain, variants=in_full, rig="scheduler")
 def many_loads_in_flight_arrive(rig: Rig, variant: None) -> Evidence:
     """Many loads begin in one step of D, and each brings the KV of its own prompt."""
-    from pytest_kvconform.rigs.scheduler.live.pair import live_engines
-
     with live_engines(rig) as live:
         prompts = _prompts(live, AT_ONCE)
         ids = decode(live, prompts, prefill(live, prompts))
@@ -61,10 +62,6 @@ def memory_of_both_halves_is_bounded(rig: Rig, variant: None) -> Evidence:
     The same prompts come again and again: what a store keeps of them does not grow either. P takes no step
     while D's requests are aborted, and on a CPU NIXL reads with its help.
     """
-    from pytest_kvconform.rigs.scheduler.live.config import LiveSpec, read_with_help
-    from pytest_kvconform.rigs.scheduler.live.pair import live_engines
-    from pytest_kvconform.rigs.scheduler.live.sizes import SHARE, growth
-
     read_with_help()
     with live_engines(rig, LiveSpec("P", blocks=P_BLOCKS)) as live:
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pytest_kvconform.case import case
 from pytest_kvconform.result import Cell, Evidence
+from pytest_kvconform.rigs.scheduler.live.config import LiveSpec
+from pytest_kvconform.rigs.scheduler.live.pair import live_engines
 from pytest_kvconform.rigs.scheduler.rig import Rig
 from pytest_kvconform.suite.protocol.stress._live import (
     decode,
@@ -31,9 +33,6 @@ def large_block_ids_and_offsets_arrive(rig: Rig, role: str) -> Evidence:
     """Blocks with ids above 2 ** 16, which lie more than 4 GiB behind the first one, are loaded as others.
     So is a prompt of many blocks.
     """
-    from pytest_kvconform.rigs.scheduler.live.config import LiveSpec
-    from pytest_kvconform.rigs.scheduler.live.pair import live_engines
-
     blocks, longest, far = LONG + ROOM, LONG + 2, {role: FAR}
     p = LiveSpec("P", blocks=blocks, longest=longest, first_block=far.get("P", 0))
     d = LiveSpec("D", engine=1, port=1, blocks=blocks, longest=longest, first_block=far.get("D", 0))
@@ -72,9 +71,6 @@ def loads_are_made_although_clocks_differ(rig: Rig, how: str) -> Evidence:
 
 def _with_clocks(rig: Rig, how: str) -> Evidence:
     """Hand a prompt over, let a clock be wrong, and hand two over."""
-    from pytest_kvconform.rigs.scheduler.live.config import LiveSpec
-    from pytest_kvconform.rigs.scheduler.live.pair import live_engines
-
     block = rig.host.spec.memory["P"].block
     with live_engines(rig, LiveSpec("P", blocks=24)) as live:
         before = prompts_of(live, [3 * block + 5], first=2)

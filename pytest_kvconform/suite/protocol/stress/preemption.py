@@ -5,6 +5,7 @@ from __future__ import annotations
 from pytest_kvconform.case import case
 from pytest_kvconform.result import Blocked, Evidence, HarnessError, NotApplicable
 from pytest_kvconform.rigs.processes.cores import Deadline
+from pytest_kvconform.rigs.scheduler.live.pair import live_engines
 from pytest_kvconform.rigs.scheduler.rig import Rig
 from pytest_kvconform.suite.protocol.stress._live import (
     await_saves,
@@ -22,8 +23,6 @@ def preempted_blocks_are_never_read_again(rig: Rig, variant: None) -> Evidence:
 
     Whatever was saved or sent of it, D loads the KV of its own tokens.
     """
-    from pytest_kvconform.rigs.scheduler.live.pair import live_engines
-
     with live_engines(rig) as live:
         p, b = live.p, rig.host.spec.memory["P"].block
         prompts = prompts_of(live, (6 * b + 3, 5 * b + 7))

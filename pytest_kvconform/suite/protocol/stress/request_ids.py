@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pytest_kvconform.case import case
 from pytest_kvconform.result import Blocked, Evidence, NotApplicable, Violation
+from pytest_kvconform.rigs.scheduler.live.pair import live_engines
 from pytest_kvconform.rigs.scheduler.rig import Rig
 from pytest_kvconform.suite.protocol.stress._live import decode, loaded, plain, prefill, prompts_of, settle
 
@@ -23,8 +24,6 @@ CHOSEN = (
 @case("KV-IDS-001", applies=plain, rig="scheduler")
 def any_request_id_is_handed_over(rig: Rig, variant: None) -> Evidence:
     """Requests with unusual ids are loaded by D one after the other, and P frees their blocks."""
-    from pytest_kvconform.rigs.scheduler.live.pair import live_engines
-
     with live_engines(rig) as live:
         block = rig.host.spec.memory["D"].block
         ids: list[str] = []

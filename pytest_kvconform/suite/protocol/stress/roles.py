@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pytest_kvconform.case import case
 from pytest_kvconform.result import Evidence, Violation
+from pytest_kvconform.rigs.scheduler.live.config import LiveSpec
+from pytest_kvconform.rigs.scheduler.live.pair import live_engines
 from pytest_kvconform.rigs.scheduler.rig import Rig
 from pytest_kvconform.suite.protocol._scenarios import needs_hand_over
 from pytest_kvconform.suite.protocol.stress._live import (
@@ -21,9 +23,6 @@ from pytest_kvconform.suite.protocol.stress._live import (
 @case("KV-BOTH-001", applies=plain, rig="scheduler")
 def two_engines_hand_over_both_ways(rig: Rig, variant: None) -> Evidence:
     """Both engines are kv_both. Each computes prompts for the other one, and loads at the same time."""
-    from pytest_kvconform.rigs.scheduler.live.config import LiveSpec
-    from pytest_kvconform.rigs.scheduler.live.pair import live_engines
-
     needs_hand_over(rig)
     one, two = LiveSpec("P", both=True), LiveSpec("D", engine=1, port=1, both=True)
     try:
@@ -45,9 +44,6 @@ def two_engines_hand_over_both_ways(rig: Rig, variant: None) -> Evidence:
 @case("KV-DP-001", applies=plain, variants=in_full, rig="scheduler")
 def data_parallel_ranks_are_told_apart(rig: Rig, variant: None) -> Evidence:
     """P has two data-parallel ranks, with one configuration and one port. D loads from each of them."""
-    from pytest_kvconform.rigs.scheduler.live.config import LiveSpec
-    from pytest_kvconform.rigs.scheduler.live.pair import live_engines
-
     needs_hand_over(rig)
     ranks = [LiveSpec("P", data_parallel_rank=rank, data_parallel_size=2) for rank in range(2)]
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pytest_kvconform.case import case
 from pytest_kvconform.result import Cell, Evidence, NotApplicable
 from pytest_kvconform.rigs.scheduler.connector_class import call_class_hook
+from pytest_kvconform.rigs.scheduler.live.pair import live_engines
 from pytest_kvconform.rigs.scheduler.rig import Rig
 from pytest_kvconform.suite.interface.capabilities import truth
 from pytest_kvconform.suite.protocol.stress._live import decode, loaded, plain, prefill, prompts_of, settle
@@ -30,8 +31,6 @@ def kv_arrives_after_a_sleep(rig: Rig, which: str) -> Evidence:
 
     Hooks that vLLM calls idempotent are called twice.
     """
-    from pytest_kvconform.rigs.scheduler.live.pair import live_engines
-
     if not all(_supports(rig, role) for role in "PD"):
         raise NotApplicable(f"{rig.subject.connector} does not support sleep mode: {SUPPORTS} returned False")
     if which == "D" and rig.subject.is_store:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pytest_kvconform.case import case
 from pytest_kvconform.result import Cell, Evidence
+from pytest_kvconform.rigs.scheduler.live.config import LiveSpec
+from pytest_kvconform.rigs.scheduler.live.pair import live_engines
 from pytest_kvconform.rigs.scheduler.rig import Rig
 from pytest_kvconform.suite.protocol.stress._live import (
     decode,
@@ -35,9 +37,6 @@ def kv_arrives_beside_slots_of_drafts(rig: Rig, sides: str) -> Evidence:
     """Slots that vLLM allocates for tokens of a draft model hold no KV: neither lookahead tokens at the end
     of a table nor scratch blocks behind a state. Hooks are called in the order that they have with a drafter.
     """
-    from pytest_kvconform.rigs.scheduler.live.config import LiveSpec
-    from pytest_kvconform.rigs.scheduler.live.pair import live_engines
-
     # P has no KV for a draft model of D alone
     methods = {"PD": ("eagle3", "eagle3"), "P": ("eagle3", ""), "D": ("", "ngram")}[sides]
     p = LiveSpec("P", blocks=48, method=methods[0])
@@ -55,9 +54,6 @@ def kv_arrives_beside_slots_of_drafts(rig: Rig, sides: str) -> Evidence:
 @case("KV-SPEC-002", applies=plain, variants=in_full, rig="scheduler")
 def wait_for_save_may_come_after_the_results(rig: Rig, variant: None) -> Evidence:
     """With a draft model vLLM calls wait_for_save after get_transfer_results, not before."""
-    from pytest_kvconform.rigs.scheduler.live.config import LiveSpec
-    from pytest_kvconform.rigs.scheduler.live.pair import live_engines
-
     p = LiveSpec("P", method="eagle3")
     d = LiveSpec("D", engine=1, port=1, method="eagle3")
     with live_engines(rig, p, d) as live:
