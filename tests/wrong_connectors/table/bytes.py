@@ -368,7 +368,7 @@ HITS = [  # D has the beginning of a prompt
     Right(
         "tests.right_connectors.answers:TakesItsTime",
         variants="n17",
-        passes="completes[n17] attention_kv_arrives[n17]",
+        cases="completes attention_kv_arrives",
         scale=0.1,
     ),
 ]

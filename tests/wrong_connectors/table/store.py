@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from tests.helpers.wrong import ANY, STORE, Right, Theme, Wrong, on
+from tests.helpers.wrong import ANY, NO_FAILURE, STORE, Right, Theme, Wrong, on
 
 STORES, OTHERS = "tests.wrong_connectors.store", "tests.right_connectors.stores"
 MOVED = r"token is (off by|mixed up)"  # rows of equal words make the distance ambiguous
@@ -217,6 +217,7 @@ THEMES = (
         KEYS,
         cell=saves | {"setup": "b16"},
         modules=("protocol/stores/keys",),
+        others=NO_FAILURE,
     ),
     Theme(
         "layers",
@@ -225,6 +226,7 @@ THEMES = (
         LAYERS,
         cell=saves | {"setup": "b16", "variants": "two_at_once full_graphs"},
         modules=("bytes/layers", *WHOLE_TRANSFERS[1:]),
+        others=NO_FAILURE,
     ),
     Theme(
         "same_engine",
@@ -270,6 +272,6 @@ THEMES = (
         ABORTS,
         cell=saves | {"setup": "b16"},
         modules=("protocol/stores/aborts",),
-        others="PASS NOT-APPLICABLE BLOCKED",
+        others=NO_FAILURE,
     ),
 )
