@@ -209,7 +209,15 @@ WHOLE_TRANSFERS = tuple(f"bytes/{name}" for name in ("start", "handover", "pool"
 saves = {"profile": "store", "config": STORE}
 THEMES = (
     Theme("stores_on_engines", f"{STORES}.stores", "engine", ENGINE, ("llama", "gemma3"), saves, others=ANY),
-    Theme("stores_of_states", f"{STORES}.states", "engine", STATES, ("qwen3_5", "kimi_linear"), saves),
+    Theme(
+        "stores_of_states",
+        f"{STORES}.states",
+        "engine",
+        STATES,
+        ("qwen3_5", "kimi_linear"),
+        saves,
+        others=NO_FAILURE,
+    ),
     Theme(
         "keys",
         f"{STORES}.keys",
