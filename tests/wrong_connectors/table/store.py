@@ -225,7 +225,6 @@ THEMES = (
         KEYS,
         cell=saves | {"setup": "b16"},
         modules=("protocol/stores/keys",),
-        others=NO_FAILURE,
     ),
     Theme(
         "layers",
