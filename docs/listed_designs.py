@@ -39,7 +39,8 @@ def listed_designs(table: Callable[[tuple[str, ...], list[tuple[str, ...]]], str
             )
             for name, entry in entries.items()
         ]
-    counts = Counter(module.split(".")[2] for module, _ in _wrong_connectors())
+    places = [module.split(".") for module, _ in _wrong_connectors()]
+    counts = Counter(names[1 if names[1] == "right_connectors" else 2] for names in places)
     themes = ", ".join(f"`{theme}` {count}" for theme, count in sorted(counts.items()))
     sentence = f"{counts.total()} wrong connectors, each with one mistake, by theme: {themes}."
     return f"{table((*HEAD, *matrices), rows)}\n\n{textwrap.fill(sentence, 108)}"

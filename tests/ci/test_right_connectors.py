@@ -23,7 +23,8 @@ HERE = ROOT / "tests" / "right_connectors"
 # Classes that no run needs: bases, the wrong connectors beside the right ones, and those that know one rank
 # or one kind of layers, of which scripted workers cannot report all, or wait for what these cannot say, or
 # that load too little beside a fault, or for an answer to show something, or are wrong inside MultiConnector,
-# or slow. tests/wrong_connectors, test_reuse.py and test_bookkeeping.py run the cases they are there for.
+# or slow. tests/wrong_connectors, test_reuse.py and test_bookkeeping.py run the cases for which they are
+# there.
 BASES = {"Right", "StopsElsewhere", "LessOfSome", "OtherHalf", "CarefulPull"}
 WRONG = {
     "MovesNothing",

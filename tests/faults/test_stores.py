@@ -10,9 +10,9 @@ import pytest
 
 from pytest_kvconform.suite.bytes._fault_observations import NEEDS_FAULTS
 from pytest_kvconform.suite.bytes._stores import UNLIKE
-from tests.faults.conftest import MODULES
 from tests.helpers.case_runner import CaseRunner, CellRun
 from tests.helpers.fixtures import ROOT, importable_from, must_be_installed
+from tests.wrong_connectors.table.faults import MODULES
 
 RECOMPUTED = "recomputed"  # a load that fails under kv_load_failure_policy=recompute
 CASES = (

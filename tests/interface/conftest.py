@@ -1,12 +1,6 @@
 """One zygote for all tests of this folder."""
 
-from functools import partial
+from tests.helpers.fixtures import fixtures_of
+from tests.wrong_connectors.catalogue import named
 
-from tests.helpers.case_runner import CaseRunner
-from tests.helpers.fixtures import fixtures
-
-GEOMETRIES = ("llama3_1_8b", "gemma3_1b", "qwen3_5_35b_a3b", "kimi_k2_5_eagle3")
-case_runner, run_cases = fixtures(
-    lambda: CaseRunner("tests.wrong_connectors.interface.halves", "interface", GEOMETRIES, "full"),
-    lambda case_runner: partial(case_runner.run, setup="b16"),
-)
+case_runner, run_cases = fixtures_of(named("interface"))

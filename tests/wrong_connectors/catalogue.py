@@ -15,6 +15,11 @@ MODULES = [
 THEMES: tuple[Theme, ...] = tuple(theme for module in (*MODULES, right_designs) for theme in module.THEMES)
 
 
+def named(name: str) -> Theme:
+    [theme] = [one for one in THEMES if one.name == name]
+    return theme
+
+
 def wrong_connectors() -> set[tuple[str, str]]:
     """Module and class of each wrong connector, but for those of vLLM."""
     found = set()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pytest_kvconform.result import CaseResult, Outcome
 from tests.helpers.case_runner import CaseRunner, CellRun
-from tests.helpers.wrong import FOLDER, SECONDS, Record, Right, Theme, case_of, is_named
+from tests.helpers.wrong import FOLDER, NO_FAILURE, SECONDS, Record, Right, Theme, case_of, is_named
 
 # What a case says that is BLOCKED because this machine was too slow to tell.
 SLOW = ("--kv-timeout-scale", "machine was too slow", "on this machine even if P is not stopped")
@@ -102,7 +102,7 @@ def deviations(theme: Theme, record: Record, run: CellRun) -> list[str]:
         elif is_named(name, record.not_applicable):
             expected = {"NOT-APPLICABLE"}
         elif result.id.removeprefix("kv::").partition("::")[0] in theme.loose:
-            expected = {"PASS", "NOT-APPLICABLE", "BLOCKED"}
+            expected = {*NO_FAILURE.split()}
         else:
             expected = {*theme.others.split()} - ({"FAIL"} if isinstance(record, Right) else set())
         if result.outcome.value not in expected:

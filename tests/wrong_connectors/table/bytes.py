@@ -368,14 +368,19 @@ HITS = [  # D has the beginning of a prompt
     Right(
         "tests.right_connectors.answers:TakesItsTime",
         variants="n17",
-        passes="completes[n17] attention_kv_arrives[n17]",
+        cases="completes attention_kv_arrives",
         scale=0.1,
     ),
 ]
 # A step in flight shows what the last schedule hides.
 MANY = "n55 two_at_once chunked preempted_on_p preempted_on_d reused"
 IN_FLIGHT = [
-    mistake("HandsOverWhatRuns", {"d_computes_only_missing_tokens": ""}, setup="async"),
+    mistake(
+        "HandsOverWhatRuns",
+        {"d_computes_only_missing_tokens": ""},
+        setup="async",
+        blocked={"d_loads_all_whole_blocks", "attention_kv_arrives", ARRIVE, LOGGED},
+    ),
     Right("HandsOverWhatRuns", variants="n55"),
     *(
         Right(connector, topology="P1D2", setup="async", matrix="full", variants=MANY)

@@ -39,7 +39,9 @@ RANKS = [
     of_ranks("MetadataHasALock", on(COMPLETES, LOST.format("Metadata", "build_connector_meta"))),
     of_ranks("WorkerMetadataHasALock", on(COMPLETES, LOST.format("Report", "build_connector_worker_meta"))),
     of_ranks(
-        "HandshakeHasALock", on("engines_start", LOST.format("HandshakeMetadata", "get_handshake_metadata"))
+        "HandshakeHasALock",
+        on("engines_start", LOST.format("HandshakeMetadata", "get_handshake_metadata")),
+        blocked={COMPLETES},
     ),
     of_ranks(
         "ParamsHaveALock", on(COMPLETES, "the kv_transfer_params of request_finished do not reach D: msgpack")

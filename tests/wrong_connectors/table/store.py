@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from tests.helpers.wrong import ANY, STORE, Right, Theme, Wrong, on
+from tests.helpers.wrong import ANY, NO_FAILURE, STORE, Right, Theme, Wrong, on
 
 STORES, OTHERS = "tests.wrong_connectors.store", "tests.right_connectors.stores"
 MOVED = r"token is (off by|mixed up)"  # rows of equal words make the distance ambiguous
@@ -209,7 +209,15 @@ WHOLE_TRANSFERS = tuple(f"bytes/{name}" for name in ("start", "handover", "pool"
 saves = {"profile": "store", "config": STORE}
 THEMES = (
     Theme("stores_on_engines", f"{STORES}.stores", "engine", ENGINE, ("llama", "gemma3"), saves, others=ANY),
-    Theme("stores_of_states", f"{STORES}.states", "engine", STATES, ("qwen3_5", "kimi_linear"), saves),
+    Theme(
+        "stores_of_states",
+        f"{STORES}.states",
+        "engine",
+        STATES,
+        ("qwen3_5", "kimi_linear"),
+        saves,
+        others=NO_FAILURE,
+    ),
     Theme(
         "keys",
         f"{STORES}.keys",
@@ -225,6 +233,7 @@ THEMES = (
         LAYERS,
         cell=saves | {"setup": "b16", "variants": "two_at_once full_graphs"},
         modules=("bytes/layers", *WHOLE_TRANSFERS[1:]),
+        others=NO_FAILURE,
     ),
     Theme(
         "same_engine",
@@ -270,6 +279,6 @@ THEMES = (
         ABORTS,
         cell=saves | {"setup": "b16"},
         modules=("protocol/stores/aborts",),
-        others="PASS NOT-APPLICABLE BLOCKED",
+        others=NO_FAILURE,
     ),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from functools import partial
 
-from tests.helpers.wrong import Theme, Wrong, on
+from tests.helpers.wrong import NO_FAILURE, Theme, Wrong, on
 
 TURNS = "bytes/turns/next_turn"
 KEYS = {"lease": "kv_lease_duration", "turn_lease": "turn_s"}
@@ -63,5 +63,6 @@ THEMES = (
         cell={"setup": "b16", "declared": DECLARED},
         modules=(TURNS,),
         also=FREED,
+        others=NO_FAILURE,
     ),
 )
