@@ -67,7 +67,7 @@ def test_a_memory_above_what_is_declared_is_a_leak(
     assert set(found) == {"KV-FINISH-003", "KV-PARAMS-002", "KV-MANY-002"}
 
 
-@pytest.mark.parametrize("connector", ["HearsNothing", "HearsOfEndsOfP"])
+@pytest.mark.parametrize("connector", ["HearsNothing", night("HearsOfEndsOfP")])
 def test_workers_that_report_no_end_are_told_from_those_that_do(
     run_cases: Callable[..., CellRun], connector: str
 ) -> None:

@@ -55,6 +55,7 @@ def test_bytes_arrive(run_cases: Callable[..., CellRun], connector: str, declare
     } <= arrived
 
 
+@pytest.mark.night
 def test_peers_of_loads_within_a_step(run_cases: Callable[..., CellRun]) -> None:
     run = run_cases("protocol", "LayerWise", only=lambda planned: planned.module in PEERS)
     assert run.wrong == {}
@@ -73,6 +74,7 @@ def test_no_transfer_is_held_of_a_load_within_a_step(run_cases: Callable[..., Ce
 
 
 FILLS, FREED = "load_fills_the_allocated_blocks[no_hit]", "load_is_not_ordered_into_freed_blocks[hit]"
+SURVIVES = "p_survives_corrupted_params[missing]"
 FINAL, CORRUPT = "params_name_the_final_blocks[chunked]", "corrupted_params_fail_only_their_request[flag]"
 
 
@@ -81,7 +83,9 @@ FINAL, CORRUPT = "params_name_the_final_blocks[chunked]", "corrupted_params_fail
     [
         ("NamesWholeBlocks", "protocol/request_finished", "", FINAL),
         ("RefusesInTheWorker", "protocol/kv_transfer_params", "missing flag", CORRUPT),
-        ("KeepsTheLast", "protocol/kv_transfer_params", "missing", "p_survives_corrupted_params[missing]"),
+        night(
+            "KeepsTheLast", "protocol/kv_transfer_params", "missing", "p_survives_corrupted_params[missing]"
+        ),
         ("OrdersInParts", "protocol/matched_tokens", "no_hit starved", FILLS),
         ("OrdersInParts", "protocol/connector_metadata", "hit no_hit d-abort-loading", FREED),
         ("CircuitBreaker", "protocol/aborts", "failed", "abort_leaves_other_requests_alone[failed]"),
@@ -108,7 +112,8 @@ def test_push_work_may_end_with_a_report_of_the_workers(run_cases: Callable[...,
 @pytest.mark.parametrize(
     ("connector", "variants", "keeps"),
     [
-        ("TellsOfEnds", "plain-abort-running p-stop d-abort-loading d-hit d-failed d-preempted", ""),
+        night("TellsOfEnds", "plain-abort-running p-stop d-abort-loading d-hit d-failed d-preempted", ""),
+        ("TellsOfEnds", "p-stop", ""),
         ("KeepsTheLast", "p-length", ""),
         ("KeepsWhatItTold", "p-stop d-length d-abort-waiting", "untold.item"),
         ("KeepsBaseIds", "p-length", "bases.item"),

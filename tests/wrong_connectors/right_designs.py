@@ -37,6 +37,7 @@ PROTOCOL = [
         ),
         variants=FEW,
         declared=REMEMBERS,
+        night=True,
     ),
     passes(
         "RemembersLoads",
@@ -259,9 +260,9 @@ ENGINES = [
     ends("InUseForAMoment"),
     ends("OneContext", night=True),
     ends("ReplacesItsThread", night=True),
-    ends("ReplacesAtLeisure"),
+    ends("ReplacesAtLeisure", night=True),
     left("OneContextAndAThread", r"2 threads \(poller, poller\)", night=True),
-    ends("PoolOfThreads"),
+    ends("PoolOfThreads", night=True),
     left("ThreadOfEachEngine", r"1 threads \(poller-1\)"),
     left("ThreadEndsLate", r"1 threads \(poller-1\)", night=True),
     left("ReplacesOnce", r"1 threads \(poller\)", night=True),
@@ -270,7 +271,7 @@ ENGINES = [
     ends("ForksByAServer"),
     left("LeavesAFork", ONE_PROCESS),
     # threads that some loads alone begin
-    Right(f"{HERE}.workers:PoolForStates", family="qwen3_5"),
+    Right(f"{HERE}.workers:PoolForStates", family="qwen3_5", night=True),
     Wrong(
         f"{HERE}.workers:ThreadForStates",
         on(LEFT, r"after shutdown P still has 1 threads \(poller-1\)$"),

@@ -145,6 +145,7 @@ WRONG = [
             "abort_before_the_load_frees_p[waiting] abort_before_the_load_frees_p[asked]",
             "D aborted a request .* P still holds its blocks",
         ),
+        scale=SHORT,
     ),
     mistake_of_rank(
         "SilentWithoutALoad",
