@@ -112,7 +112,8 @@ def calls_of_start_load_kv(calls: list[list[float]], monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(unreachable, "completed", lambda *_: observed)
     monkeypatch.setattr(unreachable, "engine", lambda *_: SimpleNamespace(ranks=(rank,)))
     monkeypatch.setattr(unreachable, "check_right", lambda *_: None)
-    return SimpleNamespace(peers=SimpleNamespace(scaled_seconds=lambda seconds: seconds, lease_s=LEASE_S))
+    peers = SimpleNamespace(scaled_seconds=lambda seconds: seconds, lease_s=LEASE_S)
+    return SimpleNamespace(cell=Cell("llama3_1_8b", "P1D1", "b16"), peers=peers)
 
 
 def beside_a_silent_peer(
