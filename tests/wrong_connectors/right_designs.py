@@ -8,7 +8,7 @@ from typing import Any
 from tests.helpers.wrong import STORE, Right, Theme, Wrong, on
 
 HERE = "tests.right_connectors"
-MEMORY, ENDS = "memory_of_ended_requests_is_bounded", "every_block_is_freed"
+ENDS = "every_block_is_freed"
 # of connectors for which many requests have to end
 FEW = "plain-length p-length p-abort-running d-length d-failed missing begun"
 REMEMBERS = {"remembers": 500}
