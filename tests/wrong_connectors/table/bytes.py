@@ -379,7 +379,8 @@ IN_FLIGHT = [
         "HandsOverWhatRuns",
         {"d_computes_only_missing_tokens": ""},
         setup="async",
-        blocked={"d_loads_all_whole_blocks", "attention_kv_arrives", ARRIVE, LOGGED},
+        blocked={"d_loads_all_whole_blocks", "attention_kv_arrives"},
+        not_applicable={ARRIVE, LOGGED},
     ),
     Right("HandsOverWhatRuns", variants="n55"),
     *(
