@@ -401,7 +401,7 @@ THEMES = (
         PARTS,
         others=ANY,
     ),
-    Theme("statistics", MODULE, "bytes", STATISTICS, GEOMETRIES, cell, PARTS),
+    Theme("statistics", MODULE, "bytes", STATISTICS, GEOMETRIES, cell, PARTS, longest=500),
     # inside MultiConnector, in both places
     Theme(
         "beside",
@@ -413,8 +413,9 @@ THEMES = (
         ("bytes/multi_connector",),
         runs="cases",
         also=f"{ARRIVE} {INSIDE}",
+        longest=500,
     ),
-    Theme("transfers", MODULE, "bytes", WRONG, GEOMETRIES, cell, others="PASS", loose=ELSEWHERE),
+    Theme("transfers", MODULE, "bytes", WRONG, GEOMETRIES, cell, others="PASS", loose=ELSEWHERE, longest=500),
     Theme("hits", MODULE, "bytes", HITS, GEOMETRIES, cell),
     Theme("in_flight", MODULE, "bytes", IN_FLIGHT, GEOMETRIES, cell, PARTS, others="PASS"),
 )
