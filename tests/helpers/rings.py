@@ -11,7 +11,6 @@ a file of tests, or selects with -k, -m or --lf, every test runs that is meant.
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -127,8 +126,3 @@ def is_night(config: pytest.Config) -> bool:
 def night(*values: Any) -> Any:
     """Parameters of a test that runs at night alone."""
     return pytest.param(*values, marks=pytest.mark.night)
-
-
-def some_at_night(every: Iterable[str], these: Collection[str]) -> list[Any]:
-    """The parameters of a test, of which these run at night alone."""
-    return [night(one) if one in these else one for one in every]

@@ -86,6 +86,7 @@ class Theme:
     others: str = "PASS NOT-APPLICABLE"  # words: outcomes of cases that a record does not name
     loose: Collection[str] = ()  # modules of whose other cases none may fail
     unsure: Collection[str] = ()  # as in each record
+    longest: int = 0  # letters of a sentence in a finding; 0: any number
     own_rules: bool = False  # where a record names no rule, findings name that of their case
     leases: tuple[int, ...] = ()  # seconds, tried in turn while the machine is too slow to tell
     minor: str = ""  # of vLLM, whose rules the plan has; "": the installed one

@@ -1,6 +1,4 @@
-"""A D that does not renew P's lease in time, or on each rank of P, is found; and a P that frees late, or
-early and without a copy.
-"""
+"""A D that does not renew P's lease on each rank of P is found, and a P that frees late."""
 
 from __future__ import annotations
 
@@ -15,7 +13,6 @@ from tests.peers.conftest import Reported
 MODULE = ("protocol/peers/lease",)
 CASES = [f"blocks_are_kept_while_d_waits[{where}_past_lease]" for where in ("queued", "loading")]
 FREES = "expired_lease_frees_blocks"
-ENDS = [f"load_after_the_lease_is_detected[lease_ends_{when}_load]" for when in ("before", "during")]
 
 
 @pytest.fixture

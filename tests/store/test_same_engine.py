@@ -18,7 +18,6 @@ from pytest_kvconform.suite.bytes import handover
 from tests.helpers.case_runner import CaseRunner, CellRun
 from tests.helpers.fixtures import ROOT, importable_from, must_be_installed
 
-SHORT = 0.1  # of deadlines, where one of them has to be waited for
 VARIANTS = "n2 n17 n55 two_at_once chunked reused preempted_on_p preempted_on_d hit1"
 MODULES = {f"bytes/{name}" for name in ("start", "handover", "pool", "blocks")}
 

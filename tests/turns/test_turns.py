@@ -20,13 +20,8 @@ FREED, READ, LATE = (
     "read_after_the_lease_is_detected",
 )
 ENDS, COMPUTES, LOADS = "both_turns_end", "p_computes_only_missing_tokens", "p_loads_what_d_has"
-D_IS_RIGHT, SHORTER = "d_is_right_in_both_turns", "shorter_prompt_is_noticed"
-NOBODY = "nobody will read them"
-READ_FREED, LEASE_FREED, NAMED = (
-    "d_frees_what_p_has_read",
-    "d_frees_what_nobody_reads[no_turn]",
-    "d_keeps_only_what_it_has_named",
-)
+SHORTER = "shorter_prompt_is_noticed"
+LEASE_FREED = "d_frees_what_nobody_reads[no_turn]"
 
 
 def declared(**features: Any) -> dict[str, str]:

@@ -33,18 +33,19 @@ UNPROVEN = {
         "it asks real checkpoints, and shares the function of answers_equal_those_of_d_alone"
     ),
 }
-# Cases whose every mistake is found by another case, too, and why.
+# "<tier>::<case>" of those whose every mistake is found by another case of the tier, too, and why.
 NEVER_ALONE = {
-    "aborted_load_waits_for_the_last_rank": "what loses or hastens a report does it on one rank as well",
-    "call_without_free_blocks_starts_no_load": "an answer that changes shows with free blocks, too",
-    "each_layer_is_loaded_when_awaited": "a layer that is late is a wrong byte, too",
-    "failed_load_is_recomputed": "a load that is ordered again reads freed blocks, too",
-    "load_ends_with_the_last_rank": "a count is one for loads and sends",
-    "load_without_room_starts_later": "an answer that changes shows with room, too",
-    "mixed_requests_with_a_step_in_flight": "it mixes the requests of other cases",
-    "p_survives_params_of_an_earlier_turn": "P takes corrupted params as it takes those of an earlier turn",
-    "repeated_call_returns_the_same": "an answer that changes shows without free blocks, too",
-    "restarted_peer_is_a_new_engine": "P that has restarted is P whose process has died",
-    "send_ends_with_the_last_rank": "a count is one for loads and sends",
-    "unreachable_peer_delays_no_other_request": "a load is a request, too",
+    "protocol::aborted_load_waits_for_the_last_rank": "a report is lost on one rank as well",
+    "protocol::call_without_free_blocks_starts_no_load": "an answer that changes shows with free blocks, too",
+    "bytes::each_layer_is_loaded_when_awaited": "a layer that is late is a wrong byte, too",
+    "protocol::failed_load_is_recomputed": "a load that is ordered again reads freed blocks, too",
+    "protocol::load_ends_with_the_last_rank": "a count is one for loads and sends",
+    "protocol::load_without_room_starts_later": "an answer that changes shows with room, too",
+    "protocol::mixed_requests_with_a_step_in_flight": "it mixes the requests of other cases",
+    "protocol::p_survives_params_of_an_earlier_turn": "corrupted params are taken like those of a turn",
+    "protocol::repeated_call_returns_the_same": "it shows without free blocks, too",
+    "protocol::restarted_peer_is_a_new_engine": "P that has restarted is P whose process has died",
+    "protocol::send_ends_with_the_last_rank": "a count is one for loads and sends",
+    "protocol::unreachable_peer_delays_no_other_request": "a load is a request, too",
+    "engine::recurrent_state_arrives": "the answers differ, too",
 }

@@ -13,7 +13,6 @@ from tests.helpers.wrong import FOLDER, NO_FAILURE, SECONDS, Record, Right, Them
 # What a case says that is BLOCKED because this machine was too slow to tell.
 SLOW = ("--kv-timeout-scale", "machine was too slow", "on this machine even if P is not stopped")
 NO_MISTAKE = ("PASS", "NOT-APPLICABLE", "BLOCKED")
-LONGEST = 500  # letters of a sentence
 
 
 def run_record(
@@ -136,7 +135,7 @@ def _of_findings(theme: Theme, record: Record, results: dict[str, CaseResult], d
         f"{name} does not report it in one sentence: {text}"
         for name, finding in findings.items()
         for text in (finding.happened, finding.diagnosis)
-        if "\n" in text or len(text) > LONGEST
+        if "\n" in text or len(text) > theme.longest > 0
     ]
     return found
 

@@ -47,5 +47,6 @@ def test_a_connector_is_judged_as_its_record_says(
         monkeypatch.setattr(plan, "version", lambda *names: theme.minor)
     with no_process_is_left(runner):
         run = run_record(theme, record, runner, tmp_path, rings.is_night(pytestconfig))
-        assert deviations(theme, record, run) == []
+        found = deviations(theme, record, run)
+        assert not found, "\n".join(found)
         msgspec.json.encode(run.results)  # as a report has it

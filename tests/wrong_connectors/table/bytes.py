@@ -379,7 +379,8 @@ IN_FLIGHT = [
         "HandsOverWhatRuns",
         {"d_computes_only_missing_tokens": ""},
         setup="async",
-        blocked={"d_loads_all_whole_blocks", "attention_kv_arrives", ARRIVE, LOGGED},
+        blocked={"d_loads_all_whole_blocks", "attention_kv_arrives"},
+        not_applicable={ARRIVE, LOGGED},
     ),
     Right("HandsOverWhatRuns", variants="n55"),
     *(
@@ -400,7 +401,7 @@ THEMES = (
         PARTS,
         others=ANY,
     ),
-    Theme("statistics", MODULE, "bytes", STATISTICS, GEOMETRIES, cell, PARTS),
+    Theme("statistics", MODULE, "bytes", STATISTICS, GEOMETRIES, cell, PARTS, longest=500),
     # inside MultiConnector, in both places
     Theme(
         "beside",
@@ -412,8 +413,9 @@ THEMES = (
         ("bytes/multi_connector",),
         runs="cases",
         also=f"{ARRIVE} {INSIDE}",
+        longest=500,
     ),
-    Theme("transfers", MODULE, "bytes", WRONG, GEOMETRIES, cell, others="PASS", loose=ELSEWHERE),
+    Theme("transfers", MODULE, "bytes", WRONG, GEOMETRIES, cell, others="PASS", loose=ELSEWHERE, longest=500),
     Theme("hits", MODULE, "bytes", HITS, GEOMETRIES, cell),
     Theme("in_flight", MODULE, "bytes", IN_FLIGHT, GEOMETRIES, cell, PARTS, others="PASS"),
 )

@@ -261,5 +261,6 @@ THEMES = (
         {"setup": "b16"},
         MODULES,
         runs="about by day",
+        longest=500,
     ),
 )

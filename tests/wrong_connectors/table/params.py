@@ -315,9 +315,10 @@ THEMES = (
         GEOMETRIES,
         cell | {"profile": "store", "config": STORE},
         SAVED,
+        longest=500,
     ),
-    Theme("params", MODULE, "protocol", WRONG, GEOMETRIES, cell, MODULES, runs="about"),
-    Theme("halves_beside", MODULE, "protocol", BESIDE, GEOMETRIES, cell, MODULES, runs="cases"),
+    Theme("params", MODULE, "protocol", WRONG, GEOMETRIES, cell, MODULES, runs="about", longest=500),
+    Theme("halves_beside", MODULE, "protocol", BESIDE, GEOMETRIES, cell, MODULES, runs="cases", longest=500),
     Theme("right_params", MODULE, "protocol", RIGHT, GEOMETRIES, cell, MODULES[:4], others="PASS"),
     Theme(
         "right_halves_beside",

@@ -423,6 +423,7 @@ THEMES = (
         MODULES,
         runs="first variants",
         others=ANY,
+        longest=500,
     ),
     Theme(
         "matched",
@@ -434,6 +435,7 @@ THEMES = (
         MODULES,
         runs="first variants",
         others=ANY,
+        longest=500,
     ),
     Theme("right_halves", MODULE, "protocol", RIGHT, GEOMETRIES, cell, MODULES, others="PASS"),
 )

@@ -322,6 +322,7 @@ THEMES = (
             "protocol/request_finished",
         ),
         minor=SINCE,
+        longest=500,
     ),
     Theme(
         "announced_and_right",
@@ -374,5 +375,5 @@ THEMES = (
         others=ANY,
         minor=SINCE,
     ),
-    Theme("steps", MODULE, "protocol", STEPS, GEOMETRIES, cell, STEPS_OF),
+    Theme("steps", MODULE, "protocol", STEPS, GEOMETRIES, cell, STEPS_OF, longest=500),
 )
