@@ -3,40 +3,15 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
 
-from pytest_kvconform.plan import load_module, module_names
-from tests.helpers.wrong import Theme, Wrong, case_of
-from tests.wrong_connectors.catalogue import THEMES
+from tests.wrong_connectors.catalogue import RULES, THEMES, found_by, name_of
 from tests.wrong_connectors.elsewhere import NEVER_ALONE, PROVED_BY, UNPROVEN
+from tests.wrong_connectors.undo_checkers import proofs, undone
 
 from .checkout import ROOT
 
-RULES = {f"{module}::{case.name}": case.rule for module in module_names() for case in load_module(module)[1]}
-
 # themes whose records all name rules
 RULES_OF = ("finished", "matched", "params", "steps")
-
-
-def found_by(theme: Theme) -> Iterator[set[str]]:
-    """Of each wrong connector of a theme the cases that find it."""
-    modules = theme.modules or {case.partition("::")[0] for case in RULES}
-    here = {case for case in RULES if case.startswith(f"{theme.tier}/")}
-    for record in theme.records:
-        if isinstance(record, Wrong):
-            named = set(map(case_of, record.fails))
-            yield {
-                case
-                for case in here
-                if name_of(case) in named
-                and (case.partition("::")[0] in modules or name_of(case) in theme.also.split())
-            }
-
-
-def name_of(case: str) -> str:
-    return case.partition("::")[2]
-
-
 MISTAKES = [cases for theme in THEMES for cases in found_by(theme)]
 
 
@@ -68,3 +43,14 @@ def test_every_rule_of_scheduler_halves_is_one_that_a_record_names_alone() -> No
     due = {rule for case, rule in RULES.items() if case.partition("::")[0] in modules}
     # With too large a count every load waits for ever, so that other rules name it, too.
     assert due - alone == {"KV-LOAD-002"}
+
+
+def test_every_checker_can_be_undone() -> None:
+    """As undo_checkers.py does it, which runs the proof of each."""
+    assert proofs().keys() == RULES.keys() - UNPROVEN.keys()
+    for case in RULES:
+        module, _, name = case.partition("::")
+        source = (ROOT / f"pytest_kvconform/suite/{module}.py").read_text(encoding="utf-8")
+        [function] = [one for one in ast.parse(undone(source, name)).body if getattr(one, "name", "") == name]
+        assert isinstance(function, ast.FunctionDef) and ast.get_docstring(function)
+        assert any(isinstance(one, ast.Return) for one in function.body[1:3])

@@ -4,15 +4,40 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from collections.abc import Iterator
 
+from pytest_kvconform.plan import load_module, module_names
 from tests.helpers.case_runner import OF_VLLM
-from tests.helpers.wrong import Theme, Wrong
+from tests.helpers.wrong import Theme, Wrong, case_of
 from tests.wrong_connectors import right_designs, table
 
 MODULES = [
     importlib.import_module(f"{table.__name__}.{one.name}") for one in pkgutil.iter_modules(table.__path__)
 ]
 THEMES: tuple[Theme, ...] = tuple(theme for module in (*MODULES, right_designs) for theme in module.THEMES)
+
+
+# "<tier>/<module>::<case>" -> its rule
+RULES = {f"{module}::{case.name}": case.rule for module in module_names() for case in load_module(module)[1]}
+
+
+def found_by(theme: Theme) -> Iterator[set[str]]:
+    """Of each wrong connector of a theme the cases that find it."""
+    modules = theme.modules or {case.partition("::")[0] for case in RULES}
+    here = {case for case in RULES if case.startswith(f"{theme.tier}/")}
+    for record in theme.records:
+        if isinstance(record, Wrong):
+            named = set(map(case_of, record.fails))
+            yield {
+                case
+                for case in here
+                if name_of(case) in named
+                and (case.partition("::")[0] in modules or name_of(case) in theme.also.split())
+            }
+
+
+def name_of(case: str) -> str:
+    return case.partition("::")[2]
 
 
 def named(name: str) -> Theme:
