@@ -177,7 +177,7 @@ class Machine:
         def call(what: str) -> Iterator[None]:
             yield
 
-        process = SimpleNamespace(pid=os.getpid())
+        process = SimpleNamespace(pid=os.getpid(), watched=os.getpid())
         return SimpleNamespace(
             name=name,
             handle=SimpleNamespace(process=process),
