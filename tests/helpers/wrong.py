@@ -90,6 +90,7 @@ class Theme:
     own_rules: bool = False  # where a record names no rule, findings name that of their case
     leases: tuple[int, ...] = ()  # seconds, tried in turn while the machine is too slow to tell
     minor: str = ""  # of vLLM, whose rules the plan has; "": the installed one
+    leaves: bool = False  # whether a process of a connector may go on until the zygote ends it
     first: bool = True  # whether it may be in the first ring: not if its engines wait long
 
     def runner(self) -> CaseRunner:

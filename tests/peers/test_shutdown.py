@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pytest_kvconform.result import Blocked, NotApplicable, Violation
+from pytest_kvconform.result import Blocked, Cell, NotApplicable, Violation
 from pytest_kvconform.rigs.cluster.engine import Call, Engine
 from pytest_kvconform.rigs.cluster.peers import sleeping_peer
 from pytest_kvconform.rigs.cluster.peers.scenario_engines import DecodeResult, ScenarioObservation
@@ -56,7 +56,9 @@ def test_only_a_load_that_is_under_way_shows_something(
     monkeypatch.setattr(shutdown, "completed", lambda *_: observed)
     right = shutdown.outcome_of
     monkeypatch.setattr(shutdown, "outcome_of", lambda ended: "right" if ended == ENDED else right(ended))
-    bench: Any = SimpleNamespace(settings=SimpleNamespace(timeout_scale=0.5))
+    bench: Any = SimpleNamespace(
+        settings=SimpleNamespace(timeout_scale=0.5), cell=Cell("llama3_1_8b", "P1D1")
+    )
     if raises is None:
         assert shutdown.nothing_is_written_after_shutdown(bench, None).notes["loading"] == 1
         return

@@ -84,7 +84,9 @@ def _rest(engines: Iterable[Engine]) -> None:
                 engine.advance()
             if engine.pending is not None:
                 asked.append(engine.handle.process.connection)
-    wait(asked, IDLE_S)
+    remote = [one for one in asked if not hasattr(one, "fileno")]  # of engines on nodes, see nodes/place.py
+    if not any(one.poll(IDLE_S) for one in remote):
+        wait([one for one in asked if one not in remote], 0.0 if remote else IDLE_S)
 
 
 def play(script: Callable[..., Steps], *handles: EngineHandle) -> Any:

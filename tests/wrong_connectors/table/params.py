@@ -302,7 +302,8 @@ RIGHT = [
     *(Right(name, **cell) for name in BOTH for cell in ({}, {"family": "gemma3_1b"}, STATES)),
     Right("OrdersStatesLater", **STATES, cases=HITS),  # a load may be ordered in parts
     Right("LetsItsTwinGo", cases=ABORTS),  # a request may wait for the load of another one
-    Right("NixlConnector", **STATES, cases=f"{HITS} {ABORTS} {MULTI}"),
+    Right("NixlConnector", **STATES, cases=f"{HITS} {ABORTS}"),
+    Right("NixlConnector", cases=MULTI),
 ]
 
 cell = {"setup": "b16", "matrix": "full"}
