@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 from multiprocessing import Pipe
 from pathlib import Path
@@ -14,12 +15,15 @@ import ray
 
 from pytest_kvconform.result import Blocked, Cell, HarnessError
 from pytest_kvconform.rigs.cluster import model_bench as bench
+from pytest_kvconform.rigs.cluster.engine import Engine, Steps
+from pytest_kvconform.rigs.cluster.loop import play
 from pytest_kvconform.rigs.cluster.pairs import EnginePairs
 from pytest_kvconform.rigs.context import RunContext, SubjectFacts
 from pytest_kvconform.rigs.engine.handle import EngineFailed, EngineHandle, logged
 from pytest_kvconform.rigs.nodes import Nodes, cluster, host, place
-from pytest_kvconform.rigs.nodes.place import NodePlace
+from pytest_kvconform.rigs.nodes.place import NodeConnection, NodePlace
 from pytest_kvconform.rigs.processes.child import ChildProcess, ForkRefused
+from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.processes.place import Place
 from pytest_kvconform.suite._outcomes import last_logged_exception
 
@@ -242,3 +246,35 @@ def test_engines_whose_port_is_taken_start_once_more(times: int, on_nodes: bool)
     with pytest.raises(Blocked if on_nodes else EngineFailed, match="Address already in use"):
         pairs.pair(cell, lambda role, tp, folder: None)
     assert len(tries) == 2 and set(tries) <= set(ended)
+
+
+class AnswersLater(NodeConnection):
+    """Has the answer of an engine when it has been polled some times."""
+
+    def __init__(self, polls: int):
+        self.polls = polls
+
+    def poll(self, timeout: float | None = 0.0) -> bool:
+        self.polls -= 1
+        return self.polls <= 0
+
+
+def test_the_loop_waits_for_an_engine_on_a_node() -> None:
+    """Its connection has no file descriptor, unlike that of an engine here."""
+    connection = AnswersLater(7)
+    handle: Any = SimpleNamespace(
+        role="P",
+        start_s=60.0,
+        deadline_s=60.0,
+        process=SimpleNamespace(connection=connection, watched=os.getpid()),
+        call_deadline=lambda seconds, pids: Deadline(seconds, pids),
+        send=lambda name, *arguments: None,
+        answered=lambda: connection.poll(0),
+        take_answer=lambda name: f"the answer to {name}",
+    )
+
+    def script(p: Engine) -> Steps:
+        return (yield from p.call("usage"))
+
+    assert play(script, handle) == "the answer to usage"
+    assert connection.polls <= 0

@@ -5,18 +5,12 @@ from __future__ import annotations
 from pytest_kvconform.kvspace.pools.sources import Source
 from pytest_kvconform.rigs.bytes.messages import Check
 from pytest_kvconform.rigs.engine.handle import EngineHandle
-from pytest_kvconform.rigs.vllm_setup.statistics import StatisticsTrace
 
 
 class ByteEngineHandle(EngineHandle):
     """A handle on one byte engine. Methods are those of `bytes.process.ByteEngineProcess`."""
 
     target = "pytest_kvconform.rigs.bytes.process:serve"
-
-    @property
-    def ranks(self) -> int:
-        """How many ranks the engine has."""
-        return self.spec.tensor_parallel
 
     def pop_checks(self, request_id: str) -> tuple[Check, ...]:
         """Return and forget the checks of a request: for each load one per rank.
@@ -33,10 +27,6 @@ class ByteEngineHandle(EngineHandle):
         """Where the rows of rank 0 lie, for the diagnosis of what D received."""
         return self.call("source")
 
-    def statistics(self) -> StatisticsTrace:
-        """What became of the statistics that the connector has reported since the last call."""
-        return self.call("statistics")
-
     def preempt(self, request_id: str) -> None:
         """Preempt a running request in the next step."""
         self.call("preempt", request_id)
@@ -48,18 +38,6 @@ class ByteEngineHandle(EngineHandle):
     def overwritten(self) -> bool:
         """Whether every block that was freed has been overwritten."""
         return self.call("overwritten")
-
-    def holds(self, request_id: str) -> bool:
-        """Whether the engine knows a request, or holds a block that it has had."""
-        return self.call("holds", request_id)
-
-    def replay(self, on: bool) -> None:
-        """Replay steps of one token a request as full CUDA graphs, from now on or no longer."""
-        self.call("replay", on)
-
-    def copies_left(self) -> int:
-        """How many copies the suite's copy engine has still to make."""
-        return self.call("copies_left")
 
     def flip(self, rank: int, layer: str, block: int, byte: int) -> None:
         """Corrupt a byte of one rank's pool: for tests of the rig."""
