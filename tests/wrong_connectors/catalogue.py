@@ -21,19 +21,22 @@ THEMES: tuple[Theme, ...] = tuple(theme for module in (*MODULES, right_designs) 
 RULES = {f"{module}::{case.name}": case.rule for module in module_names() for case in load_module(module)[1]}
 
 
-def found_by(theme: Theme) -> Iterator[set[str]]:
-    """Of each wrong connector of a theme the cases that find it."""
+def found_by(theme: Theme) -> Iterator[tuple[Wrong, set[str]]]:
+    """Each wrong connector of a theme, and the cases that find it."""
     modules = theme.modules or {case.partition("::")[0] for case in RULES}
     here = {case for case in RULES if case.startswith(f"{theme.tier}/")}
     for record in theme.records:
         if isinstance(record, Wrong):
             named = set(map(case_of, record.fails))
-            yield {
-                case
-                for case in here
-                if name_of(case) in named
-                and (case.partition("::")[0] in modules or name_of(case) in theme.also.split())
-            }
+            yield (
+                record,
+                {
+                    case
+                    for case in here
+                    if name_of(case) in named
+                    and (case.partition("::")[0] in modules or name_of(case) in theme.also.split())
+                },
+            )
 
 
 def name_of(case: str) -> str:

@@ -23,7 +23,6 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from tests.helpers.fixtures import ROOT
-from tests.helpers.wrong import Wrong
 from tests.wrong_connectors.catalogue import RULES, THEMES, found_by
 from tests.wrong_connectors.elsewhere import PROVED_BY
 
@@ -46,8 +45,7 @@ def proofs() -> dict[str, str]:
     """Case -> the test that fails without it, the cheapest first: as pytest names it."""
     found = dict(PROVED_BY)
     for theme in sorted(THEMES, key=lambda theme: not theme.first):
-        wrong = [record for record in theme.records if isinstance(record, Wrong)]
-        for record, cases in sorted(zip(wrong, found_by(theme), strict=True), key=lambda one: one[0].night):
+        for record, cases in sorted(found_by(theme), key=lambda one: one[0].night):
             for case in cases:
                 found.setdefault(case, f"{CATALOGUE}[{theme.name}-{record}]")
     return {case: found[case] for case in RULES if case in found}
