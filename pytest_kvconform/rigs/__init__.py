@@ -22,6 +22,7 @@ A room imports rooms to its left, never to its right.
 | `context` | settings, subject, deadlines, addresses and names, handed down to every bench |
 | `scenario` | what is handed over, as data |
 | `tap` | the one way to put a function around a hook of a connector |
+| `history` | the one recorder of hooks: what vLLM asked of a connector, and what it answered |
 | `hook_calls` | the last calls of a connector's hooks, for the timeline of a finding |
 | `missing` | what an environment lacks, told by an exception of a start |
 | `services` | servers that the connector needs: their ports, their start, their end |

@@ -7,10 +7,7 @@ where something happened. Of an answer a short text is kept.
 
 from __future__ import annotations
 
-import time
 from collections import deque
-from collections.abc import Callable
-from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -18,9 +15,6 @@ from msgspec.structs import replace
 
 from pytest_kvconform.case_outcome import MOST_CALLS
 from pytest_kvconform.result import HookCall, message_of, utf8
-from pytest_kvconform.rigs.tap import around, unwrap
-from pytest_kvconform.rigs.vllm_setup.hooks import BOTH, HOOKS, WORKER
-from pytest_kvconform.rigs.vllm_setup.worker import worker_half
 
 NEAR = 12  # a call like one of so many last records is counted there
 MOST_CHARACTERS = 100  # characters of an answer, and of an id
@@ -54,7 +48,6 @@ class LastCalls:
     def __init__(self, side: str, rank: int | None = None, most: int = MOST_CALLS):
         self.side, self.rank = side, rank
         self._kept: deque[HookCall] = deque(maxlen=most)
-        self._depth = 0
         _in_process.append(self)
 
     def note(self, began: float, hook: str, arguments: tuple[Any, ...], answer: str) -> None:
@@ -84,41 +77,6 @@ class LastCalls:
         taken = list(self._kept)
         self._kept.clear()
         return taken
-
-    def watch(self, connector: Any, half: str) -> None:
-        """Note the calls of the hooks of one half from now on. Its shutdown unwraps all hooks."""
-        for hook in HOOKS:
-            if hook.in_stacks and hook.half in (half, BOTH):
-                around(connector, hook.name, partial(self._call, hook.name))
-        around(connector, "shutdown", partial(_shut_down, connector))
-
-    def _call(self, name: str, hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._depth:  # a hook of the base class may call another one: the outermost is vLLM's call
-            return hook(*args, **kwargs)
-        began, answer = time.time(), ""
-        self._depth += 1
-        try:
-            result = hook(*args, **kwargs)
-            answer = short(result)
-            return result
-        except BaseException as error:
-            answer = raised(error)
-            raise
-        finally:
-            self._depth -= 1
-            self.note(began, name, args, answer)
-
-
-def _shut_down(connector: Any, hook: Callable[[], None]) -> None:
-    try:
-        hook()
-    finally:
-        unwrap(connector)
-
-
-def watch_rank(worker: Any, side: str, most: int) -> None:
-    """Note the calls of the worker half of this rank. vLLM passes the worker."""
-    LastCalls(side, worker.rank, most).watch(worker_half(), WORKER)
 
 
 def take_all(worker: Any = None) -> list[HookCall]:
@@ -205,20 +163,3 @@ def _given(hook: str, arguments: tuple[Any, ...]) -> str:
 def _cut(text: str) -> str:
     text = utf8(text)
     return text if len(text) <= MOST_CHARACTERS else f"{text[: MOST_CHARACTERS - 3]}..."
-
-
-def watch_local_hits(connector: Any) -> dict[str, int]:
-    """Note what a scheduler half is asked from now on.
-
-    Returns request -> tokens of its prompt that the engine's own prefix cache had when vLLM last asked
-    get_num_new_matched_tokens. vLLM's prefill_stats have the number of the first schedule alone, and a
-    request that was preempted may load again.
-    """
-    hits: dict[str, int] = {}
-
-    def note(hook: Callable[..., Any], request: Any, num_computed_tokens: int) -> Any:
-        hits[request.request_id] = num_computed_tokens
-        return hook(request, num_computed_tokens)
-
-    around(connector, "get_num_new_matched_tokens", note)
-    return hits

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from pytest_kvconform.result import Blocked, Cell, Violation
-from pytest_kvconform.rigs.bytes.faulty.messages import RankObservation
 from pytest_kvconform.rigs.cluster import engine as cluster_engine
 from pytest_kvconform.rigs.cluster import loop
 from pytest_kvconform.rigs.cluster.peers import bench as peer_bench
@@ -23,6 +22,7 @@ from pytest_kvconform.rigs.cluster.peers.scenario_engines import (
     ScenarioObservation,
 )
 from pytest_kvconform.rigs.engine.messages import Trace
+from pytest_kvconform.rigs.history import History
 from pytest_kvconform.rigs.processes import cores
 from pytest_kvconform.suite import _peer_observations
 from pytest_kvconform.suite._peer_observations import check_right
@@ -106,7 +106,7 @@ def test_a_hook_that_was_not_called_was_not_measured(
 
 def calls_of_start_load_kv(calls: list[list[float]], monkeypatch: pytest.MonkeyPatch) -> Any:
     """A bench that has observed a P which stood still for the first second, and not in the third one."""
-    rank = RankObservation(0, (), 3, 0, 0, np.array(calls))
+    rank = History(times={"start_load_kv": np.array(calls)})
     words = {"meeting_from": 0.0, "meeting_to": 1.0, "calm_from": 2.0, "calm_to": 3.0}
     observed = replace(scenario("length", 1.0), numbers=words)
     monkeypatch.setattr(unreachable, "completed", lambda *_: observed)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from pytest_kvconform.case_outcome import MOST_CALLS
+from pytest_kvconform.rigs.history import Recorder
 from pytest_kvconform.rigs.hook_calls import MOST_CHARACTERS, NEAR, LastCalls, raised, short
-from pytest_kvconform.rigs.vllm_setup.hooks import WORKER
 
 
 @dataclass
@@ -97,12 +97,12 @@ class Half:
 
 
 def test_the_outermost_call_of_a_half_is_noted_until_its_shutdown() -> None:
-    half, last = Half(), LastCalls("P", 0)
-    last.watch(half, WORKER)
+    half, recorder = Half(), Recorder("P", 0)
+    recorder.watch(half)
     assert half.get_transfer_results({"r-2", "r-1"}) == "inner"
     with pytest.raises(OSError, match="gone"):
         half.shutdown()
-    assert [(call.hook, call.requests, call.answer) for call in last.take()] == [
+    assert [(call.hook, call.requests, call.answer) for call in recorder.last.take()] == [
         ("get_transfer_results", ("r-1", "r-2"), "'inner'"),
         ("shutdown", (), "raised OSError: gone"),
     ]

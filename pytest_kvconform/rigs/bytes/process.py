@@ -197,7 +197,7 @@ class ByteEngineProcess(engine_process.EngineProcess):
 
         def note_load(hook: Any, request: Any, blocks: Any, num_external_tokens: int) -> None:
             if num_external_tokens and request.request_id in self.requests:
-                local = self.local_hits[request.request_id]
+                local = self.recorder.local_hits[request.request_id]
                 self.loading[request.request_id] = local, self._note_blocks(request.request_id, local)
             hook(request, blocks, num_external_tokens)
 

@@ -120,7 +120,7 @@ class ModelEngineProcess(EngineProcess):
 
     def _oracle_tokens(self, request: Any, computed: int) -> tuple[int, bool]:
         """How many tokens after `computed` ones the oracle brings: at most all but the last."""
-        self.local_hits[request.request_id] = computed
+        self.recorder.local_hits[request.request_id] = computed
         tokens = min(request.num_tokens - 1, self.oracles[request.request_id].tokens)
         return max(0, tokens - computed), False
 

@@ -30,11 +30,12 @@ from pytest_kvconform.rigs.engine.messages import (
     Trace,
     Usage,
 )
-from pytest_kvconform.rigs.hook_calls import LastCalls, take_all, watch_local_hits, watch_rank
+from pytest_kvconform.rigs.history import Call, History, Recorder, history_of_rank, watch_rank
+from pytest_kvconform.rigs.hook_calls import take_all
 from pytest_kvconform.rigs.processes.stacks import stack_of
 from pytest_kvconform.rigs.tap import around
 from pytest_kvconform.rigs.vllm_setup.answers import params_at_router
-from pytest_kvconform.rigs.vllm_setup.hooks import FINISHED, SCHEDULER
+from pytest_kvconform.rigs.vllm_setup.hooks import FINISHED
 from pytest_kvconform.rigs.vllm_setup.kv_cache_specs import window_of
 from pytest_kvconform.rigs.vllm_setup.overrides import release_cores
 
@@ -77,6 +78,7 @@ class EngineProcess:
     """One engine: it prefills, decodes, or both."""
 
     most_calls = MOST_CALLS  # of hooks that each half of the connector keeps
+    timed: tuple[str, ...] = ()  # hooks of the worker half whose durations are kept
 
     def __init__(self, spec: Any):
         os.environ.update(spec.environment)
@@ -199,6 +201,10 @@ class EngineProcess:
         """The last calls of the connector's hooks in every process of the engine, since the last question."""
         return [*take_all(), *(call for calls in self._workers(take_all) for call in calls)]
 
+    def histories(self) -> tuple[History, ...]:
+        """What both halves of the connector have done: the scheduler half, then each rank."""
+        return self.recorder.history(), *self._workers(history_of_rank)
+
     def budget(self, tokens: int, each: int = 0) -> None:
         """Let a step compute at most this many tokens, and at most `each` of one prompt.
 
@@ -291,37 +297,33 @@ class EngineProcess:
     def _watch_connector(self) -> None:
         """Note in the traces what the connector answers to the hooks of its scheduler half."""
         connector = self.scheduler.connector
-        LastCalls(self.spec.role, most=self.most_calls).watch(connector, SCHEDULER)
-        self._workers(watch_rank, self.spec.role, self.most_calls)
-        self.local_hits = watch_local_hits(connector)
-        around(connector, "get_num_new_matched_tokens", self._matched)
+        self.recorder = Recorder(self.spec.role, most=self.most_calls)
+        self.recorder.watch(connector)
+        self._workers(watch_rank, self.spec.role, self.most_calls, self.timed)
         around(connector, "update_state_after_alloc", self._allocated)
-        for name in FINISHED:
-            around(connector, name, self._finished)
-
-    def _matched(self, hook: Any, request: Any, num_computed_tokens: int) -> Any:
-        answer = hook(request, num_computed_tokens)
-        if (trace := self.traces.get(request.request_id)) is not None:
-            trace.asynchronous = bool(answer[1])
-        return answer
+        for name in ("get_num_new_matched_tokens", *FINISHED):
+            self.recorder.listeners[name] = self._note_answer
 
     def _allocated(self, hook: Any, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self._note_allocation(request, num_external_tokens)
         hook(request, blocks, num_external_tokens)
 
-    def _finished(self, hook: Any, request: Any, block_ids: Any) -> Any:
-        answer = hook(request, block_ids)
-        if (trace := self.traces.get(request.request_id)) is not None:
-            trace.delayed_free, trace.handed_over = bool(answer[0]), bool(answer[1])
-            trace.status = request.status.name
-        return answer
+    def _note_answer(self, call: Call) -> None:
+        trace = self.traces.get(call.request)
+        if trace is None or call.result is None:
+            return
+        if call.hook in FINISHED:
+            trace.delayed_free, trace.handed_over = call.result
+            trace.status = call.arguments["status"]
+        else:
+            _, trace.asynchronous = call.result
 
     def _note_allocation(self, request: Any, num_external_tokens: int) -> None:
         """Note how many tokens of a request are loaded, and how many the engine's own prefix cache had."""
         trace = self.traces.get(request.request_id)
         if trace is not None and num_external_tokens:
             trace.external_tokens = num_external_tokens
-            trace.local_tokens = self.local_hits[request.request_id]
+            trace.local_tokens = self.recorder.local_hits[request.request_id]
 
     def _note_computed(self, trace: Trace, prompt: int, position: int, scheduled: int) -> bool:
         """Note which tokens of a prompt a step is about to compute. Returns whether they are its first."""

@@ -14,12 +14,12 @@ The way of a case:
    it, steps.py has the records of a step. fake_connector.py is a second connector, for MultiConnector. A
    connector may wait for what only its own workers say: then the case runs again, with real ones
    (live/own_reports.py).
-5. recorder.py wraps the hooks of the connector, keeps every call, and checks every answer. violations.py has
+5. recorder.py keeps every call of a hook (history.py), and checks every answer. violations.py has
    what no case looks for: a hook that raises, a scheduler that stops. leaks.py finds what is left at the end.
 6. `case_outcome.run_case` makes a `CaseEnd` of what the case returned or raised. The child sends it to the
    host, and the host to the controller. A child that dies or hangs is a violation that
    names the running hook.
 
 May import: `rigs.bytes` (layers and memory of a worker half), `rigs.vllm_setup`, `rigs.processes`, and
-`context.py`, `scenario.py`, `hook_calls.py`.
+`context.py`, `scenario.py`, `history.py`.
 """

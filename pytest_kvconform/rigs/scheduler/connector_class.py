@@ -7,7 +7,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from pytest_kvconform.result import Blocked
-from pytest_kvconform.rigs.hook_calls import LastCalls
 from pytest_kvconform.rigs.scheduler.recorder import Recorder
 
 if TYPE_CHECKING:
@@ -26,7 +25,7 @@ def connector_class(rig: Rig) -> Any:
 
 def call_class_hook(rig: Rig, hook: str, *args: Any) -> Any:
     """Call a hook on the connector's class. Raises HookRaised."""
-    recorder = Recorder(rig.host.note_running_hook, LastCalls("class"))
+    recorder = Recorder(rig.host.note_running_hook, "class")
     return recorder.call(hook, getattr(connector_class(rig), hook), *args)
 
 

@@ -16,8 +16,8 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from pytest_kvconform.kv_config import inside_multi_connector
-from pytest_kvconform.rigs.hook_calls import LastCalls
-from pytest_kvconform.rigs.scheduler.recorder import Call, Recorder
+from pytest_kvconform.rigs.history import Call
+from pytest_kvconform.rigs.scheduler.recorder import Recorder
 from pytest_kvconform.rigs.vllm_setup.hooks import FINISHED
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def multi_connector_children(side: Side) -> tuple[Child, Child]:
     """
     found = []
     for index, connector in enumerate(side.connector._connectors):
-        recorder = Recorder(side.rig.host.note_running_hook, LastCalls(f"{side.name}.{index}"))
+        recorder = Recorder(side.rig.host.note_running_hook, f"{side.name}.{index}")
         found.append(Child(recorder.wrap_hooks(connector), index, recorder))
     first, second = found
     return (second, first) if is_fake(first.connector) else (first, second)

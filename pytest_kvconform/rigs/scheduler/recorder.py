@@ -9,30 +9,18 @@ from __future__ import annotations
 import functools
 import math
 import pickle
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from pytest_kvconform.result import Finding, Violation, first_line, message_of, repr_of
-from pytest_kvconform.rigs.hook_calls import LastCalls, raised, short
-from pytest_kvconform.rigs.processes.cores import Deadline, own_core_wait
+from pytest_kvconform.rigs import history
+from pytest_kvconform.rigs.history import Call
+from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.scheduler.violations import HookRaised
 from pytest_kvconform.rigs.tap import around
 from pytest_kvconform.rigs.vllm_setup.answers import kept, params_after_the_way, unpacked, why_no_truth
-from pytest_kvconform.rigs.vllm_setup.hooks import FINISHED, RECORDED
-
-
-@dataclass(frozen=True)
-class Call:
-    """One call of a hook that returned."""
-
-    hook: str
-    request: str  # id of the request it is about; "": none
-    step: int  # number of the side's step, from 1; 0: before the first
-    arguments: dict[str, Any]  # numbers and block ids, copied: see `_arguments`
-    result: Any
-    seconds: float  # without those in which the thread waited for a core
+from pytest_kvconform.rigs.vllm_setup.hooks import ANSWERS, FINISHED, RECORDED, RECVING
 
 
 @dataclass(frozen=True)
@@ -44,44 +32,37 @@ class Unsure:
     step: int  # of the last time
 
 
-class Recorder:
-    """Records the calls of one connector.
+class Recorder(history.Recorder):
+    """Records every call of one connector, and checks the answers.
 
     It calls `note(hook)` before each call and `note("")` after it, so that the finding about a process that
     died names the hook.
     """
 
-    def __init__(self, note: Callable[[str], None], last: LastCalls):
-        """`last`: for the timeline of a finding."""
-        self.note, self.last = note, last
-        self.calls: list[Call] = []
+    def __init__(self, note: Callable[[str], None], side: str, rank: int | None = None):
+        """`side`: its name in the timeline of a finding. `rank`: of a worker half."""
+        super().__init__(side, rank, timed=RECORDED)
+        self.note = note
         self.unsure: dict[str, Unsure] = {}  # by request
-        self.step = 0
-        self.depth = 0  # a hook of the base class may call another one: only the outermost is vLLM's call
+        self.first_of_step = ""  # the side counts its steps
 
     def wrap_hooks(self, connector: Any) -> Any:
         """Wrap every hook that the object has. Returns the object."""
         for hook in RECORDED:
-            around(connector, hook, functools.partial(self._record, hook))
+            around(connector, hook, functools.partial(self.record, hook))
         return connector
 
-    def call(self, hook: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def call(self, name: str, hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call code of the connector. Raises HookRaised."""
-        self.note(hook)
-        began, answer = time.time(), ""
+        self.note(name)
         try:
-            result = method(*args, **kwargs)
-            # what a connector keeps is its own, and may be secret
-            answer = "" if hook.startswith("__init__") else short(result)
-            return result
+            return super().call(name, hook, *args, **kwargs)
         except Violation:
             raise  # of a hook that it called
         except BaseException as error:  # SystemExit included
-            answer = raised(error)
-            raise HookRaised(hook, error) from error
+            raise HookRaised(name, error) from error
         finally:
             self.note("")
-            self.last.note(began, hook, args, answer)
 
     def last_answer(self) -> str:
         """The connector's last answer about a request, as the end of a sentence; "" without one."""
@@ -92,37 +73,32 @@ class Recorder:
         )
         return next(answers, "")
 
-    def _record(self, hook: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self.depth:
-            return method(*args, **kwargs)
-        given = _arguments(hook, args, kwargs)
-        before = _content(args[0]) if hook == "build_connector_meta" else None
-        self.depth += 1
-        started = time.perf_counter() - own_core_wait()
-        try:
-            result = self.call(hook, method, *args, **kwargs)
-        finally:
-            self.depth -= 1
-        if hook == "get_num_new_matched_tokens" or hook in FINISHED:
+    def _arguments(self, name: str, values: list[Any]) -> dict[str, Any]:
+        if name == "build_connector_meta":
+            return {"content": _content(values[0])}
+        return super()._arguments(name, values)
+
+    def _keep(
+        self, name: str, args: tuple[Any, ...], arguments: dict[str, Any], result: Any, took: float
+    ) -> Any:
+        content, request = arguments.pop("content", None), history.request_of(args)
+        if name == "get_num_new_matched_tokens" or name in FINISHED:
             result = unpacked(result)
-        seconds = time.perf_counter() - own_core_wait() - started
-        if hook == "update_connector_output":  # vLLM reads what the hook has made of the report
-            given = _arguments(hook, args, kwargs)
-        request = args[0].request_id if args and hasattr(args[0], "request_id") else ""
-        if hook == "update_state_after_alloc" or hook in FINISHED:
+        answer = ANSWERS[name](result, args) if name == "update_connector_output" else _kept(result)
+        if name == "update_state_after_alloc" or name in FINISHED:
             self.unsure.pop(request, None)
-        elif hook == "update_connector_output" and given["finished_recving"]:
+        elif name == "update_connector_output" and answer[RECVING]:
             # The connector may have waited for the end of another load: the time begins anew.
             now = Deadline(math.inf)
             self.unsure = {id: Unsure(now, 0, before.step) for id, before in self.unsure.items()}
-        self.calls.append(Call(hook, request, self.step, given, _kept(result), seconds))
-        if hook == "get_num_new_matched_tokens":
+        self.calls.append(Call(name, request, self.step, arguments, answer, took))
+        if name == "get_num_new_matched_tokens":
             self._note_match(request, result)
-            check_match(args[0], args[1] if len(args) > 1 else kwargs["num_computed_tokens"], result)
-        elif hook == "build_connector_meta":
-            check_metadata(result, before, _content(args[0]))
-        elif hook in FINISHED:
-            check_finished(hook, args[0], result)
+            check_match(args[0], arguments["num_computed_tokens"], result)
+        elif name == "build_connector_meta":
+            check_metadata(result, content, _content(args[0]))
+        elif name in FINISHED:
+            check_finished(name, args[0], result)
         return result
 
     def _note_match(self, request: str, answer: Any) -> None:
@@ -132,35 +108,6 @@ class Recorder:
             self.unsure[request] = Unsure(before.since, before.times + 1, self.step)
         else:
             self.unsure.pop(request, None)
-
-
-def _arguments(hook: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """What is kept of the arguments: numbers and block ids, not vLLM's own objects."""
-    values = [*args, *kwargs.values()]
-    if hook == "get_num_new_matched_tokens":
-        return {"num_computed_tokens": values[1], "num_tokens": values[0].num_tokens}
-    if hook == "update_state_after_alloc":
-        groups = values[1].blocks
-        return {
-            "num_external_tokens": values[2],
-            "blocks": tuple(tuple(block.block_id for block in group) for group in groups),
-            # Blocks that a load may write: those that are neither shared through the
-            # prefix cache nor the null block.
-            "writable": tuple(
-                tuple(b.block_id for b in group if b.block_hash is None and not b.is_null) for group in groups
-            ),
-        }
-    if hook in FINISHED:
-        blocks = values[1] if hook == FINISHED[1] else (values[1],)
-        return {"blocks": tuple(tuple(ids) for ids in blocks), "status": values[0].status.name}
-    if hook == "on_new_request":
-        return {"num_tokens": values[0].num_tokens}
-    if hook == "update_connector_output":
-        return {
-            name: tuple(sorted(getattr(values[0], name) or (), key=repr_of))
-            for name in ("finished_sending", "finished_recving")
-        }
-    return {}
 
 
 def _kept(result: Any) -> Any:

@@ -10,9 +10,9 @@ from pytest_kvconform.result import NotApplicable
 from pytest_kvconform.rigs.context import SHORTER, times_longer
 from pytest_kvconform.rigs.engine.messages import LOADING
 from pytest_kvconform.rigs.engine.router import RENDEZVOUS, decode_params
-from pytest_kvconform.rigs.hook_calls import LastCalls
+from pytest_kvconform.rigs.history import Call
 from pytest_kvconform.rigs.scheduler.connector_class import miss_reports
-from pytest_kvconform.rigs.scheduler.recorder import Call, Recorder
+from pytest_kvconform.rigs.scheduler.recorder import Recorder
 from pytest_kvconform.rigs.scheduler.steps import RequestOutput, Step, load_is_ordered, ordered_ids
 from pytest_kvconform.rigs.vllm_setup.answers import params_after_the_way
 from pytest_kvconform.rigs.vllm_setup.compat import resolve_kv_cache_block_sizes
@@ -66,7 +66,7 @@ class SideState:
         self.kv_transfer_config = {"engine_id": config.kv_transfer_config.engine_id}
         self.environment = dict(os.environ)
         self.tensor_parallel: int = config.parallel_config.tensor_parallel_size
-        self.recorder = Recorder(rig.host.note_running_hook, LastCalls(self.name))
+        self.recorder = Recorder(rig.host.note_running_hook, self.name)
         self.worker: Callable[[Any], Any] | None = None  # a real worker half: output of a step -> its report
         self.own: OwnReports | None = None  # the same, of a side whose connector waits for what it reports
         self.steps: list[Step] = []
@@ -313,7 +313,7 @@ class SideState:
     def forget_records(self) -> None:
         """Drop the records of steps and calls, and empty the prefix cache, before a scenario is repeated."""
         self.steps.clear()
-        self.recorder.calls.clear()
+        self.recorder.forget()
         self.results.clear()
         self.evict_prefix_cache()
 

@@ -11,7 +11,7 @@ from pytest_kvconform.rigs.scheduler.leaks import integers, mentions
 from pytest_kvconform.rigs.vllm_setup.kv_cache_specs import window_of
 
 if TYPE_CHECKING:
-    from pytest_kvconform.rigs.scheduler.recorder import Call
+    from pytest_kvconform.rigs.history import Call
     from pytest_kvconform.rigs.scheduler.side import Side
     from pytest_kvconform.rigs.scheduler.side_state import SideState
 

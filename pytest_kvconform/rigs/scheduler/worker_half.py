@@ -25,7 +25,6 @@ from msgspec import structs
 
 from model_matrix.geometries import Geometry
 from pytest_kvconform.result import Blocked
-from pytest_kvconform.rigs.hook_calls import LastCalls
 from pytest_kvconform.rigs.processes.cores import own_core_wait
 from pytest_kvconform.rigs.processes.hangs import DEVICE
 from pytest_kvconform.rigs.processes.linux import listening_sockets, threads
@@ -79,7 +78,7 @@ class WorkerHalf:
         if lacks := rig.subject.lacks(worker.device_type()):
             raise Blocked(lacks)
         self.rig, self.role = rig, role
-        self.recorder = Recorder(rig.host.note_running_hook, LastCalls(f"{role}0", rank=0))
+        self.recorder = Recorder(rig.host.note_running_hook, f"{role}0", rank=0)
         self.connector: Any = None
         self.active: Any = None
         self.threads: frozenset[str] = frozenset()

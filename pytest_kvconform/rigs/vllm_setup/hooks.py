@@ -1,4 +1,4 @@
-"""The hooks of vLLM's KV connector interface as data: which half has each, and how vLLM calls it.
+"""The hooks of vLLM's KV connector interface as data: whose it is, how vLLM calls it, what is kept of a call.
 
 The interface is KVConnectorBase_V1 and SupportsHMA (distributed/kv_transfer/kv_connector/v1/base.py). The
 calls were read in v1/core/sched/scheduler.py, v1/engine/core.py, v1/worker/gpu/kv_connector.py,
@@ -11,7 +11,10 @@ A minor of vLLM has some of them: see `has_hook`. vLLM is imported inside functi
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
+
+from pytest_kvconform.result import repr_of
 
 CLASS, SCHEDULER, WORKER, BOTH = "class", "scheduler", "worker", "both halves"
 Calls = dict[str, tuple[int, tuple[str, ...]]]  # hook -> (number of arguments by position, arguments by name)
@@ -113,7 +116,61 @@ STEP_LOOP = frozenset(
         "clear_connector_metadata",
     )
 )
+UPDATE, RESULTS, ERRORS = "update_connector_output", "get_transfer_results", "get_block_ids_with_load_errors"
 RECORDED = tuple(hook.name for hook in HOOKS if hook.recorded)
+
+# ---- what the history of a connector keeps of a call, see history.py ---------------------------------------
+
+SENDING, RECVING, FAILED_RECVING = REPORTED = ("finished_sending", "finished_recving", "failed_recving")
+
+
+def _names(ids: Iterable[Any] | None) -> tuple[str, ...]:
+    """Names in an order, as plain texts: they go to another process."""
+    return tuple(sorted(str(one) if isinstance(one, str) else repr_of(one) for one in ids or ()))
+
+
+def _reported(output: Any) -> dict[str, tuple[str, ...]]:
+    """The requests in a report of workers."""
+    return {where: _names(getattr(output, where)) for where in REPORTED}
+
+
+def _allocated(request: Any, blocks: Any, num_external_tokens: int) -> dict[str, Any]:
+    """`writable`: blocks that a load may write. Others are shared through the prefix cache, or null."""
+    return {
+        "num_external_tokens": num_external_tokens,
+        "blocks": tuple(tuple(block.block_id for block in group) for group in blocks.blocks),
+        "writable": tuple(
+            tuple(b.block_id for b in group if b.block_hash is None and not b.is_null)
+            for group in blocks.blocks
+        ),
+    }
+
+
+def _finished(request: Any, *tables: Iterable[int]) -> dict[str, Any]:
+    return {"blocks": tuple(map(tuple, tables)), "status": request.status.name}
+
+
+# hook -> what is kept of its arguments before the call: numbers and names, not vLLM's own objects
+ARGUMENTS: dict[str, Callable[..., dict[str, Any]]] = {
+    "get_num_new_matched_tokens": lambda request, computed: {
+        "num_computed_tokens": computed,
+        "num_tokens": request.num_tokens,
+    },
+    "update_state_after_alloc": _allocated,
+    "on_new_request": lambda request: {"num_tokens": request.num_tokens},
+    UPDATE: _reported,
+    FINISHED[0]: _finished,
+    FINISHED[1]: lambda request, tables: _finished(request, *tables),
+}
+# hook -> what is kept of its answer; the arguments are those after the call
+ANSWERS: dict[str, Callable[[Any, tuple[Any, ...]], Any]] = {
+    "get_num_new_matched_tokens": lambda answer, args: (answer[0], bool(answer[1])),
+    UPDATE: lambda answer, args: _reported(args[0]),  # vLLM reads what it makes of it
+    FINISHED[0]: lambda answer, args: tuple(map(bool, answer)),  # whether it keeps blocks, and has params
+    FINISHED[1]: lambda answer, args: tuple(map(bool, answer)),
+    RESULTS: lambda answer, args: _reported(answer),
+    ERRORS: lambda answer, args: tuple(sorted(answer or ())),
+}
 
 _V1 = "vllm.distributed.kv_transfer.kv_connector.v1"
 # classes of the interface, and of its arguments and answers -> their modules

@@ -6,6 +6,5 @@
 | `nixl` | what replaces NIXL's agent: it delays, fails, repeats or withholds |
 | `ranks` | sets the faults in each rank: those of NIXL, or of a connector that has `kvconform_fault` |
 | `peer` | `PeerEngineProcess`: ranks record their worker halves, requests can be kept queued, steps fail |
-| `recorder` | what each rank's worker half was asked, and what it reported |
 | `messages` | the records about faults and reports that travel between pytest, an engine and its ranks |
 """

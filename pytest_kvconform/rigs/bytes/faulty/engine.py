@@ -11,16 +11,15 @@ from typing import Any
 
 from pytest_kvconform.rigs.bytes.faulty import nixl as faulty_nixl
 from pytest_kvconform.rigs.bytes.faulty import ranks as rank_faults
-from pytest_kvconform.rigs.bytes.faulty.messages import FaultReport, Reading
+from pytest_kvconform.rigs.bytes.faulty.messages import FaultReport
 from pytest_kvconform.rigs.bytes.handle import ByteEngineHandle
 from pytest_kvconform.rigs.bytes.messages import ByteEngineSpec
 from pytest_kvconform.rigs.bytes.process import ByteEngineProcess
 from pytest_kvconform.rigs.engine import process as engine_process
 from pytest_kvconform.rigs.engine.messages import Step
+from pytest_kvconform.rigs.history import Call
 from pytest_kvconform.rigs.scenario import Faults
-from pytest_kvconform.rigs.tap import around
-
-Ends = tuple[set[str], set[str]]  # requests whose sends and whose loads have ended
+from pytest_kvconform.rigs.vllm_setup.hooks import FAILED_RECVING, RECVING, UPDATE
 
 
 class FaultyEngineHandle(ByteEngineHandle):
@@ -33,7 +32,6 @@ class FaultyEngineProcess(ByteEngineProcess):
     """One byte engine on a transport that can fail."""
 
     def __init__(self, spec: ByteEngineSpec):
-        self.read: list[Reading] = []
         super().__init__(spec)
         self._workers(rank_faults.watch_loads)
 
@@ -41,30 +39,15 @@ class FaultyEngineProcess(ByteEngineProcess):
         faulty_nixl.install()
         return super()._configure(spec)
 
-    def readings(self) -> tuple[Reading, ...]:
-        """What vLLM's scheduler has read so far in reports of its workers."""
-        return tuple(self.read)
-
     def _watch_connector(self) -> None:
         super()._watch_connector()
+        self.recorder.listeners[UPDATE] = self._note_added_loads
 
-        def note_reading(hook: Any, output: Any) -> None:
-            told = _ended(output)
-            hook(output)
-            self._note_reading(told, _ended(output), set(output.failed_recving or ()))
-
-        around(self.scheduler.connector, "update_connector_output", note_reading)
-
-    def _note_reading(self, told: Ends, read: Ends, failed: set[str]) -> None:
-        """Note what the scheduler reads in a report. `told`: before update_connector_output. For loads that
-        this hook has put into the report, how far the transfers of each rank are is noted now.
-        """
-        sending, recving = read
-        if added := recving - told[1] - failed - self.scheduler.failed_recving_kv_req_ids:
+    def _note_added_loads(self, call: Call) -> None:
+        """Note how far the transfers of each rank are, if the scheduler half puts loads into a report."""
+        added = {*call.result[RECVING]} - {*call.arguments[RECVING], *call.result[FAILED_RECVING]}
+        if added := added - self.scheduler.failed_recving_kv_req_ids:
             self._workers(rank_faults.note_loads, tuple(sorted(added)))
-        if any((*told, *read)):
-            taken = (before - after for before, after in zip(told, read, strict=True))
-            self.read.append(Reading(*(tuple(sorted(ids)) for ids in (sending, recving, *taken))))
 
     def step(self, seconds: float) -> Step:
         """Run steps, see `EngineProcess.step`.
@@ -90,11 +73,6 @@ class FaultyEngineProcess(ByteEngineProcess):
     def fault_reports(self) -> tuple[FaultReport, ...]:
         """Return what the faults did, one record a rank."""
         return tuple(self._workers(rank_faults.fault_report))
-
-
-def _ended(output: Any) -> Ends:
-    """finished_sending and finished_recving of a KVConnectorOutput."""
-    return set(output.finished_sending or ()), set(output.finished_recving or ())
 
 
 def serve(connection: Connection, spec: ByteEngineSpec) -> None:

@@ -1,16 +1,17 @@
-"""Records of what each rank of a peer engine was asked and reported, and of what its scheduler read.
+"""Records of what a peer engine did, and of what faults did to its transfers.
 
 They are frozen, and travel pickled to the controller.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import msgspec
-import numpy as np
 
 from pytest_kvconform.rigs.engine.messages import Trace
+from pytest_kvconform.rigs.history import History
+from pytest_kvconform.rigs.vllm_setup.hooks import UPDATE
 
 # Moments at which a request is aborted: the ranks have reported its load, and the scheduler does not know it;
 # the scheduler knows it; a step has computed the request for the first time.
@@ -18,88 +19,26 @@ REPORTED, KNOWN, COMPUTED = MOMENTS = ("reported", "known", "computed")
 FAILED = "failed"  # a rank has reported its load in a step in which another worker failed
 
 
-class RankReport(msgspec.Struct, frozen=True):
-    """What the worker half of one rank reported in one step.
-
-    The hooks are get_transfer_results and get_block_ids_with_load_errors.
-    """
-
-    step: int
-    sending: tuple[str, ...]  # finished_sending
-    recving: tuple[str, ...]  # finished_recving
-    failed: tuple[str, ...]  # failed_recving
-    blocks: tuple[int, ...]  # blocks that failed to load
-    idle: bool  # no token was computed in this step
-
-
-@dataclass(frozen=True)
-class RankObservation:
-    """One rank since its engine was built."""
-
-    rank: int
-    reports: tuple[RankReport, ...]  # of the steps in which the worker half reported anything
-    steps: int
-    idle_steps: int  # of these, without a token to compute
-    load_error_polls: int  # calls of get_block_ids_with_load_errors
-    # float64 [call, (start, seconds, others)]; start: of the monotonic clock; seconds: without those in which
-    # the thread waited for a core; others: in which another thread of the process waited for one, perhaps
-    # while it held a lock that the call needed
-    start_load_kv_calls: np.ndarray
-    finished_count: int = 0  # how many ranks report each request: get_finished_count, or all ranks
-
-    def reports_of(self, field: str, request: str) -> list[RankReport]:
-        """The reports that name a request in `field`: "sending", "recving" or "failed"."""
-        return [report for report in self.reports if request in getattr(report, field)]
-
-    def since(self, before: RankObservation) -> RankObservation:
-        """What this rank has done since an earlier look at it."""
-        return replace(
-            self,
-            reports=tuple(report for report in self.reports if report.step > before.steps),
-            steps=self.steps - before.steps,
-            idle_steps=self.idle_steps - before.idle_steps,
-            load_error_polls=self.load_error_polls - before.load_error_polls,
-            start_load_kv_calls=self.start_load_kv_calls[len(before.start_load_kv_calls) :],
-        )
-
-    def longest_start_load_kv(self, first: float, end: float) -> tuple[float, float] | None:
-        """Of the calls of start_load_kv that began in [first, end): the seconds of the longest, and the most
-        that is left of one without the waits of others. None if there was none.
-        """
-        calls = self.start_load_kv_calls
-        _, seconds, others = calls[(calls[:, 0] >= first) & (calls[:, 0] < end)].T
-        return (max(seconds.tolist()), max((seconds - others).tolist())) if len(seconds) else None
-
-
-class Reading(msgspec.Struct, frozen=True):
-    """What vLLM's scheduler read in the report of one step, which update_connector_output may have changed
-    (v1/core/sched/scheduler.py: _update_from_kv_xfer_finished). `taken`: what it has taken out.
-    """
-
-    sending: tuple[str, ...]  # finished_sending
-    recving: tuple[str, ...]  # finished_recving
-    taken_sending: tuple[str, ...]
-    taken_recving: tuple[str, ...]
-
-
 @dataclass(frozen=True)
 class EngineObservation:
     """What an engine did in all its scenarios together."""
 
-    ranks: tuple[RankObservation, ...]
+    ranks: tuple[History, ...]
     traces: dict[str, Trace]  # request -> its trace
-    readings: tuple[Reading, ...]
+    scheduler: History
+    finished_count: int  # how many ranks report each request: get_finished_count, or all ranks
 
     def times_read(self, where: str, request: str) -> int:
         """In how many reports of its workers vLLM's scheduler has read a request.
 
-        `where`: "sending" or "recving".
+        `where`: SENDING or RECVING.
         """
-        return sum(request in getattr(one, where) for one in self.readings)
+        return len(self.scheduler.naming(UPDATE, where, request))
 
     def times_taken(self, where: str, request: str) -> int:
         """Out of how many reports update_connector_output has taken a request that was in them."""
-        return self.times_read(f"taken_{where}", request)
+        reports = self.scheduler.of(UPDATE)
+        return sum(request in one.arguments[where] and request not in one.result[where] for one in reports)
 
 
 class LoadReport(msgspec.Struct, frozen=True):

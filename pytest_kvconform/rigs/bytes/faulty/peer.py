@@ -6,13 +6,11 @@ import contextlib
 import gc
 import pickle
 import time
-from dataclasses import replace
 from typing import Any
 
 from pytest_kvconform.rigs.bytes.faulty import ranks as rank_faults
-from pytest_kvconform.rigs.bytes.faulty import recorder as worker_recorder
 from pytest_kvconform.rigs.bytes.faulty.engine import FaultyEngineProcess
-from pytest_kvconform.rigs.bytes.faulty.messages import COMPUTED, FAILED, KNOWN, REPORTED, RankObservation
+from pytest_kvconform.rigs.bytes.faulty.messages import COMPUTED, FAILED, KNOWN, REPORTED
 from pytest_kvconform.rigs.bytes.messages import ByteEngineSpec
 from pytest_kvconform.rigs.engine import ends
 from pytest_kvconform.rigs.engine import process as engine_process
@@ -21,6 +19,7 @@ from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.scenario import Faults
 from pytest_kvconform.rigs.tap import around
 from pytest_kvconform.rigs.vllm_setup.compat import defer_reports_of_failed_step
+from pytest_kvconform.rigs.vllm_setup.hooks import RECVING, UPDATE
 from pytest_kvconform.rigs.vllm_setup.overrides import keep_heap_collectable
 
 TICK_S = 0.01
@@ -49,6 +48,7 @@ class PeerEngineProcess(FaultyEngineProcess):
     """
 
     most_calls = 1000  # all scenarios of a cell run at once
+    timed = ("start_load_kv",)
 
     def __init__(self, spec: ByteEngineSpec):
         self.kept_in_queue: set[str] = set()
@@ -58,19 +58,16 @@ class PeerEngineProcess(FaultyEngineProcess):
         self.faults_of_next_load: tuple[Faults, ...] = ()
         keep_heap_collectable()
         super().__init__(spec)
-        self._workers(worker_recorder.install)
         self.reuse(spec.role == "P")
 
-    def rank_observations(self) -> tuple[RankObservation, ...]:
-        """What each rank's worker half was asked and reported, one record a rank."""
-        found = self._workers(worker_recorder.observation)
+    def finished_count(self) -> int:
+        """How many ranks report each request: get_finished_count, or all ranks."""
         aggregator = self.core.model_executor.kv_output_aggregator  # None where one worker needs none
-        count = int(aggregator._expected_finished_count) if aggregator and len(found) > 1 else len(found)
-        return tuple(replace(one, finished_count=count) for one in found)
+        return int(aggregator._expected_finished_count) if aggregator and self.spec.tensor_parallel > 1 else 1
 
     def has_read_load(self, request_id: str) -> bool:
         """Whether vLLM's scheduler has read that the load of a request has ended."""
-        return any(request_id in one.recving for one in self.read)
+        return bool(self.recorder.history().naming(UPDATE, RECVING, request_id))
 
     def all_traces(self) -> dict[str, Trace]:
         """The trace of every request."""
@@ -170,7 +167,7 @@ class PeerEngineProcess(FaultyEngineProcess):
         self.is_shut_down = True
         error, _ = ends.end_core(self)
         gc.collect()
-        self._workers(worker_recorder.keep_bytes)
+        self._workers(rank_faults.keep_bytes)
         return error
 
     def written_since_shutdown(self, seconds: float) -> int:
@@ -184,7 +181,7 @@ class PeerEngineProcess(FaultyEngineProcess):
             gc.collect()
             self._workers(rank_faults.progress_of_left)
             time.sleep(TICK_S)
-        return sum(self._workers(worker_recorder.bytes_changed))
+        return sum(self._workers(rank_faults.bytes_changed))
 
     def _watch_steps(self) -> None:
         super()._watch_steps()
@@ -192,14 +189,19 @@ class PeerEngineProcess(FaultyEngineProcess):
         update = self.scheduler.update_from_output
 
         def update_from_output(scheduler_output: Any, output: Any) -> Any:
-            report, read = getattr(output, "kv_connector_output", None), len(self.read)
+            report, before = getattr(output, "kv_connector_output", None), len(self.recorder.calls)
             self._abort(REPORTED, self._loads_told_in([report] if report else []))
             self._abort(COMPUTED, scheduler_output.num_scheduled_tokens)
             found = update(scheduler_output, output)
-            self._abort(KNOWN, {request for one in self.read[read:] for request in one.recving})
+            self._abort(KNOWN, self._loads_read_since(before))
             return found
 
         self.scheduler.update_from_output = update_from_output
+
+    def _loads_read_since(self, before: int) -> set[str]:
+        """Requests that the scheduler has read as loaded. `before`: calls of hooks at that time."""
+        reports = [call.result for call in self.recorder.calls[before:] if call.hook == UPDATE]
+        return {request for one in reports for request in one[RECVING]}
 
     def _watch_reports(self) -> None:
         """Let the step fail in which a rank reports the load of a request that is to be aborted at FAILED.

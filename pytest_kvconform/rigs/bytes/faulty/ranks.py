@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
 from msgspec.structs import replace
 
 from pytest_kvconform.rigs.bytes.faulty import nixl as faulty_nixl
@@ -127,3 +128,15 @@ def note_loads(worker: Any, requests: Iterable[str]) -> None:
     """Note how far the transfers of this rank are: loads of these requests are reported as finished."""
     begun, ended = faulty_nixl.begun_and_ended()
     _loads.extend(LoadReport(worker.rank, request, begun, ended) for request in requests)
+
+
+def keep_bytes(worker: Any) -> None:
+    """Keep what this rank's pool holds now."""
+    worker.memory.fetch()
+    worker.kept = worker.memory.storage.copy()
+
+
+def bytes_changed(worker: Any) -> int:
+    """Return how many bytes of this rank's pool have changed since `keep_bytes`."""
+    worker.memory.fetch()
+    return int(np.count_nonzero(worker.kept != worker.memory.storage))

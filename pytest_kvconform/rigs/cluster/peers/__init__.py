@@ -14,7 +14,7 @@ The way of a scenario:
 2. The loop of the cluster lets every engine step by itself, and advances one scenario after the other.
 3. A scenario uses scenario_engines.py: P computes a prompt (`prefill`), D loads it (`decode`), and each part
    waits with `yield`. hostile_clients.py listens and never answers, or sends malformed messages.
-4. In each engine process (bytes/faulty/peer.py) bytes/faulty/recorder.py keeps what each rank reported to
-   vLLM, and every byte that D loaded is compared.
+4. In each engine process (bytes/faulty/peer.py) history.py keeps what each rank reported to vLLM, and every
+   byte that D loaded is compared.
 5. The scenario returns a `ScenarioObservation`. Requests that went wrong are in it; nothing is judged here.
 """

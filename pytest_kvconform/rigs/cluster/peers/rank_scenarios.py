@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from msgspec.structs import replace
 
-from pytest_kvconform.rigs.bytes.faulty.messages import FAILED, KNOWN, MOMENTS, REPORTED, RankObservation
+from pytest_kvconform.rigs.bytes.faulty.messages import FAILED, KNOWN, MOMENTS, REPORTED
 from pytest_kvconform.rigs.cluster.engine import Engine, Steps
 from pytest_kvconform.rigs.cluster.loop import let_run, until
 from pytest_kvconform.rigs.cluster.peers.scenario_engines import (
@@ -24,6 +24,7 @@ from pytest_kvconform.rigs.cluster.peers.scenario_engines import (
     ScenarioObservation,
 )
 from pytest_kvconform.rigs.engine.messages import Usage
+from pytest_kvconform.rigs.history import History
 from pytest_kvconform.rigs.scenario import STATUS, Faults
 
 RANKS = ("P9", "D9")  # the engines
@@ -51,10 +52,10 @@ def last_rank(d: Engine, faults: Faults) -> Faults:
     return replace(faults, ranks=(d.ranks - 1,))
 
 
-def since(d: Engine, before: tuple[RankObservation, ...]) -> Steps:
-    """What each rank of an engine has done since an earlier look: it is in other scenarios, too."""
-    now = yield from d.call("rank_observations")
-    return tuple(one.since(then) for one, then in zip(now, before, strict=True))
+def of_ranks(d: Engine, before: tuple[History, ...] = ()) -> Steps:
+    """What each rank of an engine has done, since an earlier look: it is in other scenarios, too."""
+    _, *now = yield from d.call("histories")
+    return tuple(one.since(then) for one, then in zip(now, before, strict=True)) if before else tuple(now)
 
 
 def hand_overs(engines: ScenarioEngines, p: Engine, d: Engine) -> Steps:
@@ -85,13 +86,13 @@ def load_on_idle_engine(engines: ScenarioEngines, p: Engine, d: Engine) -> Steps
 
     If the load does not end, D gets something to compute.
     """
-    prefill, before = (yield from engines.prefill(p)), (yield from d.call("rank_observations"))
+    prefill, before = (yield from engines.prefill(p)), (yield from of_ranks(d))
     added, request = time.monotonic(), (yield from engines.add_decode(d, prefill))
     by_itself = yield from until(lambda: request.id in d.ends, d.deadline(engines.limits.release))
     if not by_itself:
         yield from engines.decode(d, None)
     decode = yield from engines.finish_decode(d, request, added)
-    ranks = yield from since(d, before)
+    ranks = yield from of_ranks(d, before)
     return ScenarioObservation(
         {"quiet": decode}, {"quiet": prefill}, numbers={"by_itself": by_itself}, ranks=ranks
     )
@@ -173,7 +174,7 @@ def aborted_during_load(engines: ScenarioEngines, p: Engine, d: Engine, faults: 
         yield from let_run(awhile, p, d, most=3 * awhile)  # the others report
     yield from d.call("abort", request.id)
     yield from let_run(awhile, p, d, most=3 * awhile)
-    before, ranks = (yield from d.call("usage")), (yield from d.call("rank_observations"))
+    before, ranks = (yield from d.call("usage")), (yield from of_ranks(d))
     reports = yield from d.call("fault_reports")
     not_begun = any(report.hooks and not report.agents for report in reports)
     yield from engines.start_held_transfers(p, d, request)
@@ -235,7 +236,7 @@ def _abort_at(engines: ScenarioEngines, p: Engine, d: Engine, when: tuple[str, .
 
 def failed_load(engines: ScenarioEngines, p: Engine, d: Engine) -> Steps:
     """The last rank of D cannot read one request, maybe before D announces a load."""
-    prefill, before = (yield from engines.prefill(p)), (yield from d.call("rank_observations"))
+    prefill, before = (yield from engines.prefill(p)), (yield from of_ranks(d))
     faults = last_rank(d, Faults(transfers=(0,), fail=STATUS))
     held = yield from engines.add_decode_with_faults(p, d, prefill, faults)
     if held == NO_TRANSFER:
@@ -245,7 +246,7 @@ def failed_load(engines: ScenarioEngines, p: Engine, d: Engine) -> Steps:
         return ScenarioObservation(unsupported=held)
     decodes = {"failed": (yield from engines.finish_decode(d, *held))}
     decodes["last"] = yield from engines.decode(d, (yield from engines.prefill(p)))
-    return ScenarioObservation(decodes, {"failed": prefill}, ranks=(yield from since(d, before)))
+    return ScenarioObservation(decodes, {"failed": prefill}, ranks=(yield from of_ranks(d, before)))
 
 
 def two_peers(engines: ScenarioEngines, p: Engine, other: Engine, d: Engine) -> Steps:

@@ -14,7 +14,7 @@ import numpy as np
 
 from pytest_kvconform.result import Cell
 from pytest_kvconform.rigs.bytes.faulty.engine import FaultyEngineHandle
-from pytest_kvconform.rigs.bytes.faulty.messages import EngineObservation, RankObservation
+from pytest_kvconform.rigs.bytes.faulty.messages import EngineObservation
 from pytest_kvconform.rigs.bytes.messages import ByteEngineSpec, ByteRequest, Check
 from pytest_kvconform.rigs.cluster.byte_bench import call_deadline
 from pytest_kvconform.rigs.cluster.engine import Engine, Steps
@@ -24,6 +24,7 @@ from pytest_kvconform.rigs.context import Deadlines, RunContext, declared_additi
 from pytest_kvconform.rigs.engine.handle import EngineFailed, leave_all
 from pytest_kvconform.rigs.engine.messages import ON_D, ON_P, Trace, Usage
 from pytest_kvconform.rigs.engine.router import decode_params, prefill_params, transfer_id_of
+from pytest_kvconform.rigs.history import History
 from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.scenario import Faults, faults_where_p_writes, tokens
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from pytest_kvconform.rigs.cluster.peers.bench import PeerBench
 
 BLOCK = 16  # tokens
+OBSERVED = ("histories", "all_traces", "finished_count")  # calls whose answers are an EngineObservation
 ROOM_S = 0.1  # for a full engine that has made no room before
 LENGTH = 52  # tokens of a prompt: whole blocks of 16 and a part
 AT_ONCE = 12  # requests that an engine holds at once
@@ -123,7 +125,7 @@ class ScenarioObservation:
     usage: dict[str, Usage] = field(default_factory=dict)
     numbers: dict[str, float] = field(default_factory=dict)
     request_ids: dict[str, str] = field(default_factory=dict)  # of requests that are not handed over
-    ranks: tuple[RankObservation, ...] = ()  # D's, in steps of this scenario, or until transfers were let go
+    ranks: tuple[History, ...] = ()  # D's, in steps of this scenario, or until transfers were let go
     engines: dict[str, EngineObservation] = field(default_factory=dict)  # of the engines that still answered
     unsupported: str = ""  # what the connector lacks and may lack, so that the scenario could not run
     too_slow: str = ""  # why the machine was too slow to judge
@@ -207,8 +209,8 @@ class ScenarioEngines:
             with contextlib.suppress(EngineFailed):
                 if engine.pending is not None:
                     engine.handle.take_answer(engine.pending.name)
-                calls = ("rank_observations", "all_traces", "readings")
-                found[name] = EngineObservation(*map(engine.handle.call, calls))
+                (scheduler, *ranks), traces, count = map(engine.handle.call, OBSERVED)
+                found[name] = EngineObservation(tuple(ranks), traces, scheduler, count)
         return found
 
     def close(self) -> None:

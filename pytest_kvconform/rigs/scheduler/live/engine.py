@@ -18,7 +18,6 @@ from pytest_kvconform.rigs.bytes.layers import metadata
 from pytest_kvconform.rigs.context import declared_addition
 from pytest_kvconform.rigs.engine.messages import ON_D, ON_P
 from pytest_kvconform.rigs.engine.process import positions_of
-from pytest_kvconform.rigs.hook_calls import watch_local_hits
 from pytest_kvconform.rigs.scheduler.live.clocks import set_ahead
 from pytest_kvconform.rigs.scheduler.live.config import LiveSpec, for_rank, live_geometry
 from pytest_kvconform.rigs.scheduler.live.memory import WordMemory
@@ -219,7 +218,7 @@ class LiveEngine:
         """Drop the records of the harness, so that only the connector's memory grows."""
         self.side.forget_records()
         del self.side.finished[:]
-        for of_requests in (self.side.prompts, self.loads, self.computed_by, self._local_hits):
+        for of_requests in (self.side.prompts, self.loads, self.computed_by):
             of_requests.clear()
 
     def close(self) -> None:
@@ -231,12 +230,14 @@ class LiveEngine:
 
     def _watch_loads(self) -> None:
         connector = self.side.connector
-        self._local_hits = watch_local_hits(connector)
         self._due: dict[str, tuple[int, int]] = {}
 
         def note_load(hook: Any, request: Any, blocks: Any, num_external_tokens: int) -> None:
             if num_external_tokens:
-                span = (local := self._local_hits[request.request_id]), local + num_external_tokens
+                span = (
+                    (local := self.side.recorder.local_hits[request.request_id]),
+                    local + num_external_tokens,
+                )
                 self.loads[request.request_id] = self._due[request.request_id] = span
             hook(request, blocks, num_external_tokens)
 

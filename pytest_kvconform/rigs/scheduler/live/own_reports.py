@@ -118,7 +118,7 @@ class OwnReports:
         no case can decide when.
         """
         calls = self.side.calls_of("update_connector_output")[-1:]
-        if added := {id for call in calls for id in call.arguments["finished_recving"]} - self._passed:
+        if added := {id for call in calls for id in call.result["finished_recving"]} - self._passed:
             raise NotApplicable(
                 f"update_connector_output ends the load of {min(added)} when the connector's own workers say "
                 "so, and a case cannot hold that back"

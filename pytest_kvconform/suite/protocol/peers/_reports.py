@@ -6,22 +6,23 @@ from collections import Counter
 
 from pytest_kvconform.result import Violation, blocked_by
 from pytest_kvconform.rigs.bench import Bench
-from pytest_kvconform.rigs.bytes.faulty.messages import EngineObservation, RankObservation
+from pytest_kvconform.rigs.bytes.faulty.messages import EngineObservation
 from pytest_kvconform.rigs.cluster.peers.rank_scenarios import RANKS
 from pytest_kvconform.rigs.cluster.peers.scenario_engines import ScenarioObservation
+from pytest_kvconform.rigs.history import History
+from pytest_kvconform.rigs.vllm_setup.hooks import RECVING, RESULTS, SENDING, UPDATE
 from pytest_kvconform.suite._peer_observations import completed, observe, violation
 
-SENDING, RECVING = "sending", "recving"
 ENGINES = dict(zip("PD", RANKS, strict=True))
 
 
 def why_unread(found: EngineObservation, role: str, where: str, request: str) -> str:
     """Return why vLLM's scheduler has never read a request in reports of its workers, as a sentence."""
-    ranks, named = found.ranks, f"request {request} in finished_{where}"
-    silent = [watched.rank for watched in ranks if not watched.reports_of(where, request)]
+    ranks, named = found.ranks, f"request {request} in {where}"
+    silent = [watched.rank for watched in ranks if not watched.naming(RESULTS, where, request)]
     if found.times_taken(where, request):
         return f"the ranks of {role} named {named}, and update_connector_output took it out of the report"
-    if (count := ranks[0].finished_count) == len(ranks) and silent:
+    if (count := found.finished_count) == len(ranks) and silent:
         return f"rank {silent[0]} of {role} never named {named}, nor did update_connector_output"
     return (
         f"{len(ranks) - len(silent)} of {len(ranks)} ranks of {role} named {named}, and get_finished_count "
@@ -49,7 +50,7 @@ def check_reported_once(bench: Bench, scenario: str, rule: str) -> None:
                         raise violation(
                             rule,
                             f"rank {watched.rank} of {role} named request {request} {times} times in "
-                            f"finished_{where}" + (f"; {failed.finding.happened}" if failed else ""),
+                            f"{where}" + (f"; {failed.finding.happened}" if failed else ""),
                             observed,
                             diagnosis="vLLM counts reports by request and not by rank, so it takes the "
                             "second report for another rank's",
@@ -60,8 +61,8 @@ def check_reported_once(bench: Bench, scenario: str, rule: str) -> None:
         raise failed
 
 
-def counts(watched: RankObservation, where: str) -> Counter[str]:
-    return Counter(request for report in watched.reports for request in getattr(report, where))
+def counts(watched: History, where: str) -> Counter[str]:
+    return Counter(request for call in watched.of(RESULTS) for request in call.result[where])
 
 
 def not_waiting(observed: ScenarioObservation, role: str) -> list[tuple[str, str]]:
@@ -84,7 +85,5 @@ def not_waiting(observed: ScenarioObservation, role: str) -> list[tuple[str, str
         for request in counts(watched, where)
         if not found.times_taken(where, request)
     ]
-    named += [
-        ("update_connector_output", request) for one in found.readings for request in getattr(one, where)
-    ]
+    named += [(UPDATE, request) for call in found.scheduler.of(UPDATE) for request in call.result[where]]
     return [(who, request) for who, request in named if request not in waited]

@@ -7,6 +7,7 @@ from pytest_kvconform.result import Blocked, Cell, Evidence, blocked_by
 from pytest_kvconform.rigs.bench import Bench
 from pytest_kvconform.rigs.cluster.peers.scenario_engines import KEEPS, ScenarioObservation
 from pytest_kvconform.rigs.context import RELEASE_S
+from pytest_kvconform.rigs.vllm_setup.hooks import RESULTS, SENDING
 from pytest_kvconform.suite._peer_observations import (
     COMPUTED,
     REFUSED,
@@ -111,14 +112,16 @@ def expired_lease_frees_blocks(bench: Bench, variant: None) -> Evidence:
     handed, kept = observed.prefills["late"], _kept(bench, observed, "late", observed.numbers["freed"], copy)
     p = engine(observed, *engines_of(bench, "lease_ends_before_load", "P"))
     for watched in p.ranks:
-        if (times := len(watched.reports_of("sending", handed.id))) - p.times_taken("sending", handed.id) > 1:
+        if (times := len(watched.naming(RESULTS, SENDING, handed.id))) - p.times_taken(
+            SENDING, handed.id
+        ) > 1:
             raise violation(
                 "KV-LEASE-002",
                 f"rank {watched.rank} of P reported the request {times} times in finished_sending",
                 observed,
             )
     # A connector may hold the blocks in vLLM's pool. The scheduler forgets the request then.
-    if observed.numbers["known"] and (times := p.times_read("sending", handed.id)) != 1:
+    if observed.numbers["known"] and (times := p.times_read(SENDING, handed.id)) != 1:
         raise violation(
             "KV-LEASE-002",
             f"P freed the blocks of the request, and its scheduler read the request {times} times in "

@@ -14,6 +14,7 @@ from pytest_kvconform.rigs.bytes.faulty.messages import COMPUTED, FAILED, KNOWN,
 from pytest_kvconform.rigs.cluster.peers.rank_scenarios import SCENARIOS, moments
 from pytest_kvconform.rigs.cluster.peers.scenario_engines import ScenarioObservation, loaded_within_step
 from pytest_kvconform.rigs.context import RELEASE_S
+from pytest_kvconform.rigs.vllm_setup.hooks import ERRORS, FAILED_RECVING, RECVING, RESULTS, SENDING
 from pytest_kvconform.suite._peer_observations import (
     REFUSED,
     RIGHT,
@@ -29,8 +30,6 @@ from pytest_kvconform.suite._peer_observations import (
 )
 from pytest_kvconform.suite.protocol.peers._reports import (
     ENGINES,
-    RECVING,
-    SENDING,
     check_reported_once,
     counts,
     not_waiting,
@@ -88,7 +87,7 @@ def only_waiting_requests_are_reported(bench: Bench, role: str) -> Evidence:
             "request_finished did not ask to keep its blocks" if role == "P" else "it never waited for a load"
         )
         raise violation(
-            "KV-RANK-002", f"{who} of {role} named request {request} in finished_{where}: {reason}", observed
+            "KV-RANK-002", f"{who} of {role} named request {request} in {where}: {reason}", observed
         )
     observed = completed(bench, scenario, "KV-RANK-002")
     check_right("KV-RANK-002", observed, bench.peers.lease_s, {"last": "the next request of D"})
@@ -102,13 +101,14 @@ def failed_load_is_reported_once(bench: Bench, variant: None) -> Evidence:
     request may have failed with the same blocks.
     """
     observed = completed(bench, "failed_load", "KV-RANK-003")
-    request, looked_at = observed.decodes["failed"], 0
+    request, looked_at, reports = observed.decodes["failed"], 0, 0
     for watched in observed.ranks:
-        failed = [report for report in watched.reports if request.id in report.failed or report.blocks]
-        looked_at += watched.load_error_polls
-        blocks = Counter(block for report in failed for block in report.blocks)
+        of_blocks, of_request = watched.of(ERRORS), watched.naming(RESULTS, FAILED_RECVING, request.id)
+        looked_at += watched.counts.get(ERRORS, 0)
+        reports += len({call.step for call in (*of_blocks, *of_request)})
+        blocks = Counter(block for call in of_blocks for block in call.result)
         again = [block for block, times in blocks.items() if times > 1]
-        if again or len(watched.reports_of("failed", request.id)) > 1:
+        if again or len(of_request) > 1:
             what = (
                 f"block {again[0]} {blocks[again[0]]} times"
                 if again
@@ -121,12 +121,6 @@ def failed_load_is_reported_once(bench: Bench, variant: None) -> Evidence:
                 diagnosis="the rank does not forget what it has reported, and by the next step the blocks "
                 "may be another request's",
             )
-    reports = [
-        report
-        for watched in observed.ranks
-        for report in watched.reports
-        if request.id in report.failed or report.blocks
-    ]
     # what D has fetched in vain, and then announced nothing of, is no load that fails
     if not reports and outcome_of(request) != RIGHT and request.trace.external_tokens:
         raise violation(
@@ -137,7 +131,7 @@ def failed_load_is_reported_once(bench: Bench, variant: None) -> Evidence:
         )
     last, after_failure = {"last": "the next request of D"}, outcome_of(request) == REFUSED
     check_right("KV-RANK-003", observed, bench.peers.lease_s, last, after_failure)
-    return evidence(looked_at, "calls", observed, reports=len(reports))
+    return evidence(looked_at, "calls", observed, reports=reports)
 
 
 @case("KV-RANK-004", rig="peers", scenarios=("load_on_idle_engine",))
@@ -199,7 +193,7 @@ def _abort_waits(bench: Bench, scenario: str, first_held: int) -> Evidence:
         watched.rank
         for watched in observed.ranks
         if watched.rank >= first_held
-        and watched.reports_of(RECVING, request)
+        and watched.naming(RESULTS, RECVING, request)
         and not found.times_taken(RECVING, request)
     ]
     early = bool(reported) or request not in observed.usage["before"].requests
@@ -213,7 +207,7 @@ def _abort_waits(bench: Bench, scenario: str, first_held: int) -> Evidence:
             diagnosis="the blocks are free, and the transfer still writes into them",
         )
     if request in observed.usage["after"].requests:
-        silent = [watched.rank for watched in found.ranks if not watched.reports_of(RECVING, request)]
+        silent = [watched.rank for watched in found.ranks if not watched.naming(RESULTS, RECVING, request)]
         raise violation(
             "KV-RANK-005",
             f"a request was aborted while it loaded, and {RELEASE_S * bench.settings.timeout_scale:.0f} s "

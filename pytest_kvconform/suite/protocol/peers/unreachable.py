@@ -29,6 +29,7 @@ from pytest_kvconform.suite._peer_observations import (
     violation,
 )
 
+HOOK = "start_load_kv"
 PLACES = {
     "unreachable_peer": "no process listens on the port that its params name",
     "silent_peer": "the listener on the port that its params name never answers",
@@ -228,8 +229,8 @@ def start_load_kv_does_not_wait_for_p(bench: Bench, variant: str) -> Evidence:
     (d,) = engines_of(bench, "stopped_peer", "D")
     (watched,) = engine(observed, d).ranks
     first, end = (observed.numbers[f"{variant}_{word}"] for word in ("from", "to"))
-    stopped = watched.longest_start_load_kv(first, end)
-    calm = watched.longest_start_load_kv(observed.numbers["calm_from"], observed.numbers["calm_to"])
+    stopped = watched.longest(HOOK, first, end)
+    calm = watched.longest(HOOK, observed.numbers["calm_from"], observed.numbers["calm_to"])
     if stopped is None or calm is None:
         when = "was stopped" if stopped is None else "went on"
         raise Blocked(f"D did not call start_load_kv once while P {when}, so that nothing was measured")
@@ -261,7 +262,7 @@ def start_load_kv_does_not_wait_for_p(bench: Bench, variant: str) -> Evidence:
         {variant: f"P was stopped for {end - first:.1f} s while {what}: the request"},
     )
     return evidence(
-        len(watched.start_load_kv_calls),
+        len(watched.times[HOOK]),
         "calls",
         observed,
         longest_s=round(longest, 4),
