@@ -217,7 +217,9 @@ def test_wrong_kv_of_a_draft_model_changes_what_is_accepted(
     )
 
 
-@pytest.mark.parametrize(("connector", "outcome"), [("WholeBlocks", "PASS"), ("KeysOfBlocksAlone", "FAIL")])
+@pytest.mark.parametrize(
+    ("connector", "outcome"), [night("WholeBlocks", "PASS"), ("KeysOfBlocksAlone", "FAIL")]
+)
 def test_the_draft_of_a_store_depends_on_the_token_after_a_block(
     case_runner: CaseRunner, tmp_path: Path, connector: str, outcome: str
 ) -> None:

@@ -18,6 +18,7 @@ from pytest_kvconform.rigs.second_zygote import SecondZygote
 from pytest_kvconform.settings import Settings
 from tests.helpers import warm_zygotes
 from tests.helpers.case_runner import HIDDEN, CaseRunner, CellRun
+from tests.helpers.rings import night
 
 LLAMA, APART = "llama3_1_8b", "apart"
 ARRIVES, LOADS = "attention_kv_arrives[n55]", "d_computes_only_missing_tokens[n55]"
@@ -35,7 +36,7 @@ def another(case_runner: CaseRunner) -> Iterator[Zygote]:
 @pytest.mark.parametrize(
     ("connector", "setup", "failed"),
     [
-        ("tests.right_connectors.sockets:TcpPull", APART, set()),
+        night("tests.right_connectors.sockets:TcpPull", APART, set()),
         ("ReferenceConnector", APART, set()),
         ("Right", APART, set()),
         ("tests.wrong_connectors.bytes.names:HashesModel", APART, {LOADS, "all_blocks_are_freed[n55]"}),

@@ -33,7 +33,7 @@ def fault_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("fault") / "fault"
 
 
-@pytest.fixture(scope="module", params=["engine", "bytes"])
+@pytest.fixture(scope="module", params=["engine", night("bytes")])
 def broken(request: pytest.FixtureRequest, fault_file: Path) -> Iterator[CaseRunner]:
     """A zygote whose vLLM fails as the file says."""
     fault_file.write_text("")

@@ -28,6 +28,7 @@ def _installed() -> None:
     must_be_installed()
 
 
+@pytest.mark.night
 def test_a_fork_knows_what_a_zygote_knows_that_imports(monkeypatch: pytest.MonkeyPatch) -> None:
     forked = launch_zygote([LLAMA], [LLAMA], HIDDEN)
     monkeypatch.setattr(launch, "_begin", warm_zygotes._begin_cold)

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.rings import night
+
 from .namespaces import ADDRESSES, PORT, Namespaces, two_nodes, why_not
 
 ROOT = Path(__file__).parents[2]
@@ -21,10 +23,9 @@ RUN_S = 600.0
 CELL = "llama3_1_8b-P1D1.b16"
 # A case, and how many bytes it moves at least: the byte tier has layers of Llama 3.1 8B, the engine tier of a
 # tiny model.
-CASES = {
-    f"kv::bytes/pool::attention_kv_arrives[{CELL}-n55]": 1_000_000,
-    "kv::engine/outputs::outputs_match_the_oracle[llama-P1D1-n63]": 10_000,
-}
+ON_BYTES = f"kv::bytes/pool::attention_kv_arrives[{CELL}-n55]"
+ON_ENGINES = "kv::engine/outputs::outputs_match_the_oracle[llama-P1D1-n63]"
+CASES = {ON_BYTES: 1_000_000, ON_ENGINES: 10_000}
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +66,7 @@ def run(nodes: Namespaces, folder: Path, connector: str, *arguments: str) -> End
     return Ended(done.returncode, text, json.loads(report.read_text()))
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [ON_BYTES, night(ON_ENGINES)])
 def test_a_cell_conforms_and_its_bytes_cross_between_two_addresses(
     case: str, nodes: Namespaces, tmp_path: Path
 ) -> None:
@@ -78,6 +79,7 @@ def test_a_cell_conforms_and_its_bytes_cross_between_two_addresses(
     assert nodes.crossed() - before >= moved
 
 
+@pytest.mark.night
 def test_a_connector_that_says_loopback_to_its_peer_fails_with_that_sentence(
     nodes: Namespaces, tmp_path: Path
 ) -> None:

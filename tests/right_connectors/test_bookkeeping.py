@@ -58,7 +58,7 @@ def _run(
     )
 
 
-@pytest.mark.parametrize(("connector", "remembers"), [night("LongerMemory", 500), ("LongMemory", 0)])
+@pytest.mark.parametrize(("connector", "remembers"), [night("LongerMemory", 500), night("LongMemory", 0)])
 def test_a_memory_above_what_is_declared_is_a_leak(
     run_cases: Callable[..., CellRun], connector: str, remembers: int
 ) -> None:
@@ -67,7 +67,7 @@ def test_a_memory_above_what_is_declared_is_a_leak(
     assert set(found) == {"KV-FINISH-003", "KV-PARAMS-002", "KV-MANY-002"}
 
 
-@pytest.mark.parametrize("connector", ["HearsNothing", night("HearsOfEndsOfP")])
+@pytest.mark.parametrize("connector", [night("HearsNothing"), night("HearsOfEndsOfP")])
 def test_workers_that_report_no_end_are_told_from_those_that_do(
     run_cases: Callable[..., CellRun], connector: str
 ) -> None:

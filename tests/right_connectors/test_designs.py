@@ -116,7 +116,7 @@ def test_push_work_may_end_with_a_report_of_the_workers(run_cases: Callable[...,
         ("TellsOfEnds", "p-stop", ""),
         ("KeepsTheLast", "p-length", ""),
         ("KeepsWhatItTold", "p-stop d-length d-abort-waiting", "untold.item"),
-        ("KeepsBaseIds", "p-length", "bases.item"),
+        night("KeepsBaseIds", "p-length", "bases.item"),
         night("KeepsRecomputed", "d-failed", "computed.item"),
     ],
 )

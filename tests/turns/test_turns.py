@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.case_runner import CaseRunner, CellRun
+from tests.helpers.rings import night
 
 TURNS = "bytes/turns/next_turn"
 RIGHT = ("KeepsForTheNextTurn", "CopiesForTheNextTurn")
@@ -36,7 +37,7 @@ def run_turns(run_cases: Callable[..., CellRun], connector: str, variants: str =
     return run_cases(connector, variants=variants, only=more.pop("only", about_turns), scale=0.2, **more)
 
 
-@pytest.mark.parametrize("connector", [*RIGHT, "NixlConnector"])
+@pytest.mark.parametrize("connector", [RIGHT[0], night(RIGHT[1]), "NixlConnector"])
 def test_right_connectors_pass(run_cases: Callable[..., CellRun], connector: str) -> None:
     """But for two faults of NixlConnector: P announces a load again, and pairs the last blocks."""
     more: dict[str, Any] = {}

@@ -239,6 +239,7 @@ INTERFACE += [
             on(LEFT, r"there are still 2 threads \(poller, poller\)$"),
             rules="KV-SHUTDOWN-001",
             cases=LEFT,
+            night=True,
         )
         for name in ("OneContextAndAThread", "ReplacesOnce")
     ),
@@ -269,7 +270,7 @@ ENGINES = [
     ends("ReplacesAtLeisure", night=True),
     left("OneContextAndAThread", r"2 threads \(poller, poller\)", night=True),
     ends("PoolOfThreads", night=True),
-    left("ThreadOfEachEngine", r"1 threads \(poller-1\)"),
+    left("ThreadOfEachEngine", r"1 threads \(poller-1\)", night=True),
     left("ThreadEndsLate", r"1 threads \(poller-1\)", night=True),
     left("ReplacesOnce", r"1 threads \(poller\)", night=True),
     ends("Tracked"),
@@ -282,8 +283,9 @@ ENGINES = [
         f"{HERE}.workers:ThreadForStates",
         on(LEFT, r"after shutdown P still has 1 threads \(poller-1\)$"),
         family="qwen3_5",
+        night=True,
     ),
-    ends(f"{HERE}.workers:PoolForMany"),
+    ends(f"{HERE}.workers:PoolForMany", night=True),
 ]
 
 IN_FLIGHT, READ_AGAIN = "saved_prompts_load_with_a_step_in_flight", "preempted_blocks_are_never_read_again"

@@ -252,6 +252,7 @@ WRONG = [
         "LeavesThread",
         {"no_threads_ports_or_processes_left": r"after shutdown P still has 1 threads \(kv-forgotten\)"},
         variants="two_at_once",
+        night=True,
     ),
     mistake(
         "LeavesPort",

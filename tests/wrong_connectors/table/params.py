@@ -172,6 +172,7 @@ WRONG = [
                 r"was aborted while \w+: request_finished_all_groups returned \(True, None\)$",
             ),
             rules="KV-ABORT-001",
+            night=connector != "KeepsWhatLoads",
         )
         for connector in ("KeepsWhatLoads", "KeepsWhatLoadsBesideATensor")
     ),
@@ -298,8 +299,11 @@ HITS, ABORTS, MULTI, HALVES = (
 )
 STATES = {"family": "qwen3_5_35b_a3b", "topology": "P2D2"}
 BOTH = ("Right", "SureLater")
+AT_NIGHT = [("Right", {}), ("Right", {"family": "gemma3_1b"}), ("SureLater", {}), ("SureLater", STATES)]
 RIGHT = [
-    *(Right(name, **cell) for name in BOTH for cell in ({}, {"family": "gemma3_1b"}, STATES)),
+    Right("Right", **STATES),
+    Right("SureLater", family="gemma3_1b"),
+    *(Right(name, **cell, night=True) for name, cell in AT_NIGHT),
     Right("OrdersStatesLater", **STATES, cases=HITS),  # a load may be ordered in parts
     Right("LetsItsTwinGo", cases=ABORTS),  # a request may wait for the load of another one
     Right("NixlConnector", **STATES, cases=f"{HITS} {ABORTS}"),

@@ -199,7 +199,7 @@ WRONG = [
             "reported it before its transfers had ended",
         ),
     ),
-    *(Right("Right", topology=topology) for topology in ("P1D1", "P1D2", "P2D1")),
+    *(Right("Right", topology=topology, night=topology == "P2D1") for topology in ("P1D1", "P1D2", "P2D1")),
     Right("NixlConnector", topology="P1D2"),
 ]
 
@@ -215,12 +215,15 @@ BREAKS = [
         "WaitsForTheGone",
         on("load_ends_when_p_dies", r"the request did not end within 12 s\n.*for a peer that is gone"),
         scale=SHORT,
+        night=True,
     ),
     Wrong("DiesOfAReset", on(RESET, "the request did not end within 12 s"), scale=SHORT, night=True),
     Wrong("TakesResetForTheEnd", on(RESET, "the request loaded wrong bytes"), night=True),
     Wrong("LooksUpFirst", on("load_ends_when_p_dies", "the request loaded wrong bytes"), night=True),
     # After a failure D may compute for a while what a new engine has, and not for ever.
-    Wrong("LeavesAloneForGood", on(AFTER_A_FAILURE, "was computed by D, although P had computed it")),
+    Wrong(
+        "LeavesAloneForGood", on(AFTER_A_FAILURE, "was computed by D, although P had computed it"), night=True
+    ),
     # Each of two loads that fail together is reported.
     Wrong(
         "ReportsOneFailure",

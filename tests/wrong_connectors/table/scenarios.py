@@ -93,6 +93,7 @@ SHUTDOWN = [
         "EndsWithItsReads",
         on(STOPPED, r"shutdown\(\) had not returned after 9 s\n.*without a deadline"),
         scale=SHORT,
+        night=True,
     ),
     Wrong("RaisesDuringLoads", on(STOPPED, r"shutdown\(\) raised RuntimeError: a load is under way")),
     Right(LAYER_WISE, not_applicable={STOPPED: "within the step"}),
@@ -113,6 +114,7 @@ TWO_PEERS = [
         "CountsNoticesOfAll",
         on(FREED, f"the first request of the second D was loaded, and .* {HOLDS}"),
         passes=OWN,
+        night=True,
     ),
     Wrong("OnePeerAStep", on(FREED, f"from two P's at once: .* was loaded, and .* {HOLDS}"), passes=OWN),
     Wrong(

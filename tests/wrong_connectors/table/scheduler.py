@@ -64,6 +64,7 @@ FINISHED = [
         "TellsNobodyOfWhatItKeeps",
         on("request_resumes_when_load_is_reported[late]", r"on D0 the scheduler still knows"),
         rules="KV-FINISH-003 KV-LOAD-001",
+        night=True,
     ),
     Wrong(
         "KeepsTheAborted",
@@ -398,7 +399,7 @@ LOADS = cases_of(MODULES, "KV-LOAD-")
 IN_TURN = {"load_ends_with_the_last_rank", "send_ends_with_the_last_rank", "load_fails_if_one_rank_fails"}
 RIGHT = [
     Right("Right"),
-    Right("SureLater"),
+    Right("SureLater", night=True),
     Right("SureLater", family="gemma3_1b"),
     Right("Right", family="qwen3_5_35b_a3b", topology="P1D2"),
     Right("NixlConnector", topology="P2D1"),

@@ -281,7 +281,7 @@ PASSES = "preemption numbers request_ids roles"
 RIGHT_LIVE = [
     Right("Right", **hands_over),
     live("BlockStore", "preemption many numbers speculation kinds", **stores),
-    live("LaterStore", "preemption many numbers request_ids speculation", **stores),
+    live("LaterStore", "preemption many numbers request_ids speculation", **stores, night=True),
     live("PacksBlocks", PASSES),
     live("ParksReports", "roles"),
     live("RemembersSome", "many"),
