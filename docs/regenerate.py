@@ -57,7 +57,7 @@ RUNS = (*FAILURES, "passes", "fails")  # the parts that a run prints
 # Rooms of pytest_kvconform/rigs in the order of the import arrows, then the modules that join them.
 ROOMS = "processes vllm_setup engine bytes cluster scheduler canary serving nodes".split()
 JOINING = (
-    *"context scenario tap hook_calls missing launch second_zygote services probe_subject".split(),
+    *"context scenario tap history hook_calls missing launch second_zygote services probe_subject".split(),
     "bench",
 )
 KINDS = {

@@ -44,6 +44,8 @@ class CaseEnd(msgspec.Struct, frozen=True, kw_only=True):
     # The connector has waited for reports of its own workers, which the workers of the case cannot make.
     unheard: bool = False
     waited_for: str = ""  # what the case has waited for in vain for seconds: requests, saves, `RELEASES`
+    # what the case asks engines of the cluster before it can go on; None: nothing. See own_workers/memory.py
+    asks: Any = None
     ends_run: bool = False  # a process was killed: no later case of this pytest process runs
 
 

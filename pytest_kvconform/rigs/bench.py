@@ -13,6 +13,7 @@ from pytest_kvconform.rigs.cluster.byte_bench import ByteBench
 from pytest_kvconform.rigs.cluster.fault_bench import FaultBench
 from pytest_kvconform.rigs.cluster.model_bench import EngineBench
 from pytest_kvconform.rigs.cluster.peers.bench import PeerBench
+from pytest_kvconform.rigs.cluster.scripts.bench import ScriptBench
 from pytest_kvconform.rigs.context import RunContext, SubjectFacts
 from pytest_kvconform.rigs.launch import Zygote, launch_zygote, start_zygote, wait_for_zygote
 from pytest_kvconform.rigs.nodes import Nodes
@@ -47,7 +48,8 @@ __all__ = [
 class Bench:
     """What one case is given: its cell, and the benches of the rigs, which it asks for observations.
 
-    `faults` and `peers` belong to the rig "peers". Engines start when a case first asks for them.
+    `faults` and `peers` belong to the rig "peers". `scripts` runs cases that are scripts, in cells of any of
+    them. Engines start when a case first asks for them.
     """
 
     cell: Cell
@@ -56,6 +58,7 @@ class Bench:
     bytes: ByteBench
     faults: FaultBench
     peers: PeerBench
+    scripts: ScriptBench
     scheduler: SchedulerBench
     serving: ServingBench
 
@@ -111,7 +114,8 @@ class Benches:
         self.bytes = ByteBench(placed, self._second_zygote.place)
         self.faults = FaultBench(placed)
         self.peers = PeerBench(self.context)
-        self.scheduler = SchedulerBench(self.context)
+        self.scripts = ScriptBench(self.context)
+        self.scheduler = SchedulerBench(self.context, self.scripts)
         self.serving = ServingBench(self.context)
 
     def at(self, cell: Cell, of_case: Iterable[str] = (), of_all: Iterable[str] = ()) -> Bench:
@@ -128,6 +132,7 @@ class Benches:
             bytes=self.bytes,
             faults=self.faults,
             peers=self.peers,
+            scripts=self.scripts,
             scheduler=self.scheduler,
             serving=self.serving,
         )

@@ -28,7 +28,6 @@ BLOCK = 16  # tokens: what setups of models with states ask for, and the least o
 MLA64 = 64  # tokens of the kernel in the setup of models with latent attention and states
 # by frames of the process that builds the connector: the first that is found names the rig
 RIGS = {
-    "rigs/scheduler/live/": "live engine",
     "rigs/scheduler/store_engine": "engine with a worker half",
     "rigs/scheduler/worker_half": "worker half",
     "rigs/scheduler/": "scheduler half",

@@ -80,31 +80,6 @@ def waits_in_vain_for_leftovers(rig: Rig, variant: None) -> Evidence:
     return DONE
 
 
-class Saving:
-    """An engine that saves for so many seconds after its requests have ended, and calls no hook."""
-
-    def __init__(self, seconds: float):
-        self.end = time.monotonic() + seconds
-
-    def step(self) -> None:
-        time.sleep(0.05)
-
-    def statuses(self) -> dict[str, str]:
-        return {}
-
-    def is_idle(self) -> bool:
-        return time.monotonic() > self.end
-
-
-@case(RULE, rig="scheduler")
-def waits_for_saves(rig: Rig, seconds: float) -> Evidence:
-    from pytest_kvconform.rigs.scheduler.live.pair import Live
-
-    engine = Saving(seconds)
-    Live(rig, engine, engine).settle(engine.is_idle, "saves")
-    return DONE
-
-
 @case(RULE, rig="scheduler")
 def waits_for_its_device(rig: Rig, variant: None) -> Evidence:
     """As a process waits for a GPU that many others use."""
@@ -250,20 +225,9 @@ def fails(rig: Rig, how: str) -> Evidence:
 
 
 @case(RULE, rig="scheduler")
-def peer_ends(rig: Rig, method: str) -> Evidence:
-    """P, in a process of its own, hangs or ends in a method."""
-    from pytest_kvconform.rigs.scheduler.live import engine, pair
-
-    setattr(engine.LiveEngine, method, METHODS[method])
-    with pair.live_engines(rig) as live:
-        getattr(live.p, method)()
-    return DONE
-
-
-@case(RULE, rig="scheduler")
 def worker_beside_ends(rig: Rig, method: str) -> Evidence:
     """A worker half beside the scheduler half, in a process of its own, hangs or ends when it starts."""
-    from pytest_kvconform.rigs.scheduler.live.worker_beside import Nursery
+    from pytest_kvconform.rigs.scheduler.own_workers.worker_beside import Nursery
     from pytest_kvconform.rigs.scheduler.worker_half import WorkerHalf
 
     WorkerHalf.construct = METHODS[method]  # type: ignore[method-assign, assignment]

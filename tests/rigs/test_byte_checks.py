@@ -25,6 +25,7 @@ def test_another_look_while_a_load_is_written(
         engine=1,
         rank=0,
         dirty=np.zeros(4, dtype=bool),
+        spans=(),
     )
     memory.page_views = lambda of: [of.reshape(4, 8)]
     memory.held, memory.fetch, memory.accept_all = lambda *_: {}, lambda _: None, lambda: None

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from pytest_kvconform.result import Blocked
-from pytest_kvconform.rigs.scheduler.leaks import mentions
-from pytest_kvconform.rigs.scheduler.live.sizes import container_sizes, growth
+from pytest_kvconform.rigs.engine.objects import mentions
+from pytest_kvconform.rigs.engine.sizes import container_sizes, growth
 
 
 class Half:

@@ -81,6 +81,7 @@ def compare_pool(
     others: Iterable[Region] = (),
     engine: int | None = None,
     most: int = 50_000,
+    spans: Sequence[tuple[int, int]] = (),
 ) -> PoolComparison:
     """Compare `storage` with `shadow`, both uint8 [byte] of one rank.
 
@@ -92,6 +93,7 @@ def compare_pool(
     `others`  regions of another rank or engine whose layers may turn up here (a draft layer that only P has).
     `engine`  whose pool it is, 0 P or 1 D: poison of the other one was copied.
     `most`    bounds the runs that are kept.
+    `spans`   of bytes [start, end) that are compared; none: all.
 
     Raises ValueError if sizes do not fit, or if a layer holds blocks and has no region.
     """
@@ -106,7 +108,7 @@ def compare_pool(
     for layer in (held_ids.keys() | due_ids.keys()) - {region.layer for region in regions}:
         raise ValueError(f"{layer} holds blocks and has no region")
     none = np.zeros(0, dtype=np.int64)
-    mask = _differences(storage, shadow)
+    mask = _differences(storage, shadow, spans or [(0, len(storage))])
     if mask is None:
         mask = np.zeros(0, dtype=bool)
     elif ignore is not None:
@@ -150,18 +152,18 @@ def _ids(held: Blocks) -> dict[str, Array]:
     return {layer: shared[id(blocks)] for layer, blocks in held.items()}
 
 
-def _differences(storage: Array, shadow: Array) -> Array | None:
+def _differences(storage: Array, shadow: Array, spans: Sequence[tuple[int, int]]) -> Array | None:
     """bool [byte], or None if all is equal: the common case takes one pass and no memory."""
-    starts = range(0, len(storage), _STRETCH)
-    one, other, size = storage.ctypes.data, shadow.ctypes.data, len(storage)
+    parts = [(at, min(at + _STRETCH, end)) for start, end in spans for at in range(start, end, _STRETCH)]
+    one, other = storage.ctypes.data, shadow.ctypes.data
     if not (storage.flags.c_contiguous and shadow.flags.c_contiguous):
         raise ValueError("storage and shadow must be contiguous")
-    wrong = [at for at in starts if _libc.memcmp(one + at, other + at, min(_STRETCH, size - at))]
+    wrong = [(at, end) for at, end in parts if _libc.memcmp(one + at, other + at, end - at)]
     if not wrong:
         return None
     mask = np.zeros(len(storage), dtype=bool)  # pages without a difference are never touched
-    for at in wrong:
-        np.not_equal(storage[at : at + _STRETCH], shadow[at : at + _STRETCH], out=mask[at : at + _STRETCH])
+    for at, end in wrong:
+        np.not_equal(storage[at:end], shadow[at:end], out=mask[at:end])
     return mask
 
 

@@ -9,6 +9,7 @@ rank they belong to.
 | `specs` | from a cell to the specification of one engine; block sizes of a cell |
 | `handle` | `ByteEngineHandle`: one engine process, as pytest calls it |
 | `process` | `ByteEngineProcess`: knows the blocks of every request, and sends them to the ranks |
+| `on_demand` | what a script lets an engine do: preempt, abort at a moment, sleep, set its clocks |
 | `overwriter` | requests that overwrite freed blocks, as on a busy engine |
 | `worker` | `ByteWorker`: one rank; vLLM's order of the connector's hooks in a step |
 | `forward` | what a rank does in place of the model's forward, with vLLM's order of the layers' hooks |

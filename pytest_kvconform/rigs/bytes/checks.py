@@ -111,9 +111,9 @@ class PoolChecker:
         )
 
     def pop_checks(self, request: str) -> list[Check]:
-        """The checks of a request's loads, once."""
-        mine = [check for check in self.checks if check.request == request]
-        self.checks = [check for check in self.checks if check.request != request]
+        """The checks of a request's loads, once; "": of all requests."""
+        mine = [check for check in self.checks if request in ("", check.request)]
+        self.checks = [check for check in self.checks if request not in ("", check.request)]
         return mine
 
     def _compare(
@@ -135,7 +135,13 @@ class PoolChecker:
         held = memory.held(self.groups.of, groups, first)
         for _ in range(LOOKS):
             pool = compare_pool(
-                memory.storage, memory.shadow, self.regions, held, due=due, engine=memory.engine
+                memory.storage,
+                memory.shadow,
+                self.regions,
+                held,
+                due=due,
+                engine=memory.engine,
+                spans=memory.spans,
             )
             if not pool.wrong:
                 break
@@ -143,7 +149,7 @@ class PoolChecker:
             if memory.still_as_accepted(loading):  # no load was writing, so the comparison holds
                 break
             memory.accept(loading)
-        if due is not None and pool.words.keys() == {UNWRITTEN}:
+        if due is not None and memory.used is None and pool.words.keys() == {UNWRITTEN}:
             where = _whole_words(memory.storage != memory.shadow)
             self.unwritten[request] = Unwritten(np.packbits(where), memory.shadow[where], held, due)
         if pool.wrong or pool.rows:

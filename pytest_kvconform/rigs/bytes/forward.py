@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 import torch
 from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
+from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin as Runner
 
 from pytest_kvconform.kvspace.pools.regions import token_parts
 from pytest_kvconform.rigs.bytes.checks import PoolChecker
@@ -20,13 +22,37 @@ from pytest_kvconform.rigs.vllm_setup.worker import forward_context, worker_half
 Slots = list[tuple[np.ndarray, np.ndarray, np.ndarray]]  # by group, see `_slots`
 
 
+class FirstRunner:
+    """The hooks of a step that computes tokens as vLLM's first model runner calls them when a drafter runs:
+    wait_for_save comes after the results (v1/worker/gpu_model_runner.py: execute_model and sample_tokens). It
+    has the methods of ActiveKVConnector.
+    """
+
+    def __init__(self, connector: ActiveKVConnector):
+        self.kv_connector = connector.kv_connector
+
+    def pre_forward(self, scheduler_output: Any, input_batch: Any = None, **given: Any) -> None:
+        self.kv_connector.handle_preemptions(scheduler_output.kv_connector_metadata)
+        self._hooks = contextlib.ExitStack()
+        self._reported = self._hooks.enter_context(
+            Runner.maybe_get_kv_connector_output(scheduler_output, defer_finalize=True)
+        )
+
+    def finish_forward(self) -> None:
+        self._hooks.close()
+
+    def post_forward(self, finished: set[str]) -> Any:
+        Runner.finalize_kv_connector()
+        return self._reported
+
+
 class Forward:
     """The forward of one rank."""
 
     def __init__(
         self,
         config: Any,
-        connector: ActiveKVConnector,
+        connector: ActiveKVConnector | FirstRunner,
         layers: dict[str, Layer],
         caches: dict[str, torch.Tensor],
         checker: PoolChecker,
@@ -58,7 +84,7 @@ class Forward:
         """
         states = [name for name in self.layers if name in self.groups.states]
         attention = [name for name in self.layers if name not in {*states, *self.drafted}]
-        with forward_context(self._metadata(work), self.config):
+        with forward_context(self._metadata(work), self.config, scheduler_output.total_num_scheduled_tokens):
             pre_forward(self.connector, scheduler_output)
             if work.load_checks and not work.after_load:
                 self.checker.check_loads(work)
@@ -73,10 +99,12 @@ class Forward:
             self.connector.finish_forward()
         if self.drafted:
             self.draft = lambda: self._draft(work, slots, looks)
+        elif self.config.num_speculative_tokens:
+            self.draft = lambda: None
 
     def _draft(self, work: StepWork, slots: Slots, looks: LayerLooks | None) -> None:
         """The layers of the draft model, whose forward has its own context (v1/worker/gpu/spec_decode)."""
-        with forward_context(self._context, self.config):
+        with forward_context(self._context, self.config, sum(part.end - part.first for part in work.parts)):
             self._attend(self.drafted, slots, looks)
         self._check_within(work, looks)
 

@@ -41,8 +41,11 @@ class LayerLooks:
 
     def seen(self) -> Array:
         """The whole storage, uint8 [byte]: the copies where there are any, and else what it holds now."""
+        now = self.memory.storage
         self.memory.fetch()
-        storage = self.memory.storage.copy()
+        storage = np.zeros(len(now), now.dtype)  # no page of it is taken before it is written
+        for start, end in self.memory.spans or [(0, len(now))]:
+            storage[start:end] = now[start:end]
         for region, blocks, rows in self.copies:
             region.of(storage)[blocks] = rows
         return storage

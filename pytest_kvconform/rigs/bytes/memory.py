@@ -119,6 +119,8 @@ class Memory:
     """Storage and shadow. What the stand-in for the model writes goes to both."""
 
     frozen = False  # whether `storage` is a copy of what it held at some moment
+    used: Array | None = None  # blocks that are compared; None: all
+    spans: tuple[tuple[int, int], ...] = ()  # where their bytes lie, [start, end); none: all are compared
 
     def __init__(
         self,
@@ -155,9 +157,10 @@ class Memory:
         return bool(self.device.is_cuda)
 
     def fetch(self, blocks: Array | None = None) -> None:
-        """Bring what these blocks (default: all) hold now into `storage`."""
+        """Bring what these blocks (default: all that are compared) hold now into `storage`."""
         if not self.copied or self.frozen:
             return
+        blocks = self.used if blocks is None else blocks
         if blocks is None:
             self.storage[:] = self.device.cpu().numpy()
         elif spans := self._spans(blocks):
@@ -198,6 +201,15 @@ class Memory:
             (base + b * stride, base + b * stride + size) for base, size, stride in self.pages for b in ids
         ]
 
+    def leave_out(self, first: int) -> None:
+        """Compare no block up to this one. They may be gigabytes, which no engine uses."""
+        count = self.num_blocks - first - 1
+        self.used = np.arange(first + 1, self.num_blocks)
+        self.spans = tuple(
+            (base + (first + 1) * stride, base + (first + count) * stride + size)
+            for base, size, stride in self.pages
+        )
+
     def page_views(self, of: Array) -> list[Array]:
         """All bytes of every block: views [block, byte]."""
         return [
@@ -220,9 +232,12 @@ class Memory:
         )
 
     def accept_all(self) -> None:
-        """Take over into the shadow what the whole storage holds."""
-        self.dirty[:] = True
-        self.shadow[:] = self.storage
+        """Take over into the shadow all that is compared."""
+        if self.used is not None:
+            self.accept(self.used)
+        else:
+            self.dirty[:] = True
+            self.shadow[:] = self.storage
 
     def poison(self, blocks: Array) -> None:
         """Fill these blocks with poison, as before the first write."""

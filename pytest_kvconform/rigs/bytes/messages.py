@@ -42,6 +42,13 @@ class ByteEngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     store: bool = False  # loads may bring what either engine has computed and saved
     engine_arguments: dict[str, Any] = {}  # further fields of vLLM's EngineArgs
     fake: str = ""  # "first", "last": where a fake connector is beside the subject in MultiConnector
+    few: bool = False  # the first layers of the model alone
+    # how it speculates: "eagle3", with a draft model whose layer has KV, or "ngram", without; "": as the
+    # geometry does
+    speculation: str = ""
+    first_block: int = 0  # the block id below those that it may use
+    max_seqs: int = 16  # requests that may run at once
+    data_parallel: tuple[int, int] = (0, 1)  # its rank, of how many
 
 
 class ByteRequest(Request, frozen=True, kw_only=True):
@@ -52,6 +59,15 @@ class ByteRequest(Request, frozen=True, kw_only=True):
     owners: np.ndarray
     number: int  # of this request in the run, 0 to 255: owner of the tokens it generates
     either: bool = False  # a load may bring what either engine has computed
+    embeds: bool = False  # its prompt is embeddings, made of its tokens: it has no token ids
+
+
+class Look(msgspec.Struct, frozen=True, kw_only=True):
+    """What has become of the requests of an engine."""
+
+    statuses: dict[str, str]  # request that has not ended -> name of its status
+    kept: frozenset[str]  # requests that have ended and whose blocks are kept
+    idle: bool  # no request is left, also none whose blocks are kept, and nothing is to be pushed
 
 
 def token_after(position: int) -> int:

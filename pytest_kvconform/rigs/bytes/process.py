@@ -23,9 +23,11 @@ from pytest_kvconform.rigs.bytes.messages import (
     StepWork,
     token_after,
 )
+from pytest_kvconform.rigs.bytes.on_demand import OnDemand
 from pytest_kvconform.rigs.bytes.overwriter import Overwriter, blocks_of
 from pytest_kvconform.rigs.bytes.specs import geometry_of
 from pytest_kvconform.rigs.engine import process as engine_process
+from pytest_kvconform.rigs.engine.answers import CheckingRecorder
 from pytest_kvconform.rigs.engine.messages import Leftovers, Request, Step
 from pytest_kvconform.rigs.engine.process import positions_of
 from pytest_kvconform.rigs.tap import around
@@ -54,7 +56,7 @@ def drafts_after(position: int, number: int) -> tuple[int, ...]:
     return (token_after(position), *(NEVER,) * (number - 1)) if number else ()
 
 
-class ByteEngineProcess(engine_process.EngineProcess):
+class ByteEngineProcess(OnDemand):
     """One byte engine."""
 
     def __init__(self, spec: ByteEngineSpec):
@@ -69,11 +71,16 @@ class ByteEngineProcess(engine_process.EngineProcess):
         self.preempting = ""
         self.overwriter = Overwriter(self)
         self.replaying = False
+        if spec.few:
+            self.recorder_class = CheckingRecorder
         super().__init__(spec)
         self.statistics_path.watch(self.scheduler)
         # group whose content a block has
         self.owner_of_block = np.full(self.kv_config.num_blocks, -1, dtype=np.int8)
         self._watch_blocks()
+        if spec.first_block:
+            self.manager.block_pool.free_block_queue.popleft_n(spec.first_block)
+            self.manager.block_pool.num_gpu_blocks -= spec.first_block
 
     def _configure(self, spec: ByteEngineSpec) -> Any:
         from pytest_kvconform.rigs.bytes import worker as byte_worker
@@ -89,7 +96,7 @@ class ByteEngineProcess(engine_process.EngineProcess):
             cache_dtype=spec.cache_dtype,
             max_model_len=spec.max_model_len,
             max_batched_tokens=spec.max_batched_tokens,
-            max_seqs=16,
+            max_seqs=spec.max_seqs,
             tensor_parallel=spec.tensor_parallel,
             kv_transfer=spec.kv_transfer_config,
             num_blocks=spec.num_blocks,
@@ -108,8 +115,8 @@ class ByteEngineProcess(engine_process.EngineProcess):
         self.requests[request.id] = request
         super().add(request)
 
-    def pop_checks(self, request_id: str) -> tuple[Check, ...]:
-        """Return and forget the checks of a request: for each load one per rank.
+    def pop_checks(self, request_id: str = "") -> tuple[Check, ...]:
+        """Return and forget the checks of a request, or of all: for each load one per rank.
 
         They were made before the first forward that reads the loaded KV.
         """
@@ -132,6 +139,8 @@ class ByteEngineProcess(engine_process.EngineProcess):
     def step(self, seconds: float) -> Step:
         """Run steps, see `EngineProcess.step`. They overwrite blocks that were freed before."""
         self.overwriter.admit()
+        if self.spec.few:
+            return self.step_of_script()
         return super().step(seconds)
 
     def reuse(self, on: bool) -> None:
@@ -223,9 +232,11 @@ class ByteEngineProcess(engine_process.EngineProcess):
 
         def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
             scheduler_output.byte_work = self._work(scheduler_output)
+            self.bring_fake_loads(scheduler_output)
             return execute(scheduler_output, *args, **kwargs)
 
         self.core.model_executor.execute_model = execute_model
+        self.watch_updates()
 
     def _work(self, scheduler_output: Any) -> StepWork:
         """What the ranks write and check in this step."""
@@ -311,6 +322,8 @@ class ByteEngineProcess(engine_process.EngineProcess):
             self._note_freed([block for block in blocks if not block.ref_cnt and not block.is_null])
 
         def allocate_slots(request: Any, *args: Any, **kwargs: Any) -> Any:
+            if self.takes_blocks(request.request_id):
+                return None
             victim = self.scheduler.requests.get(self.preempting)
             if victim is not None and victim.num_preemptions:
                 self.preempting = ""

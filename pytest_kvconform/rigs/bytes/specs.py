@@ -8,6 +8,7 @@ import msgspec
 
 from model_matrix import Geometry, Setup, Side, load_byte_matrices, load_geometries, parse_topology
 from model_matrix.geometries import SlidingWindow, State, expand_layers
+from model_matrix.variants import few_layers, speculating
 from pytest_kvconform.kv_config import TURN_S, inside_multi_connector
 from pytest_kvconform.result import Cell
 from pytest_kvconform.rigs.bytes.messages import PACKED, ByteEngineSpec
@@ -17,6 +18,7 @@ from pytest_kvconform.rigs.vllm_setup.kv_cache_specs import block_size_of
 
 # blocks beyond those that a transfer needs; different, so that no address fits both by accident
 ROOM = {"P": 4, "D": 9}
+PROPOSED = 5  # tokens of a draft, where an engine speculates otherwise than its geometry
 KEEPING = 6  # times the blocks of a P that keeps some: engines that are full are started anew
 
 
@@ -80,8 +82,12 @@ def ports_of(spec: ByteEngineSpec) -> list[int]:
 
 
 def geometry_of(spec: ByteEngineSpec) -> Geometry:
-    """The geometry of an engine, with the model and the dtype that it has instead."""
+    """The geometry of an engine, with the layers, the drafts, the model and the dtype that it has instead."""
     geometry = load_geometries()[spec.geometry]
+    if spec.few:
+        geometry = few_layers(geometry)
+    if spec.speculation:
+        geometry = speculating(geometry, spec.speculation, PROPOSED)
     return msgspec.structs.replace(geometry, id=spec.model or geometry.id, dtype=spec.dtype or geometry.dtype)
 
 

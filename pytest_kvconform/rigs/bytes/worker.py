@@ -19,17 +19,17 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
-from pytest_kvconform.kvspace.pools.regions import Region
+from pytest_kvconform.kvspace.pools.regions import Region, token_parts
 from pytest_kvconform.rigs.bytes.checks import Groups, PoolChecker
-from pytest_kvconform.rigs.bytes.forward import Forward
+from pytest_kvconform.rigs.bytes.forward import FirstRunner, Forward
 from pytest_kvconform.rigs.bytes.layers import Layer, make_layers, specs_of_layers
 from pytest_kvconform.rigs.bytes.memory import Memory, regions_of
 from pytest_kvconform.rigs.bytes.messages import ByteEngineSpec, Check, StepWork
 from pytest_kvconform.rigs.bytes.pool_memory import poison, pools_of
 from pytest_kvconform.rigs.bytes.specs import geometry_of
 from pytest_kvconform.rigs.vllm_setup import overrides
-from pytest_kvconform.rigs.vllm_setup.compat import post_forward, select_common_block_size
-from pytest_kvconform.rigs.vllm_setup.engine_config import adopt_kv_cache_config
+from pytest_kvconform.rigs.vllm_setup.compat import defers_finalize, post_forward, select_common_block_size
+from pytest_kvconform.rigs.vllm_setup.engine_config import adopt_kv_cache_config, be_data_parallel
 from pytest_kvconform.rigs.vllm_setup.kv_cache_specs import window_of, zeroed_layers
 from pytest_kvconform.rigs.vllm_setup.worker import (
     allocate_kv_caches,
@@ -60,6 +60,8 @@ class ByteWorker(WorkerBase):
         join_process_groups(self.vllm_config, self.rank, self.distributed_init_method, self.local_rank)
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
+        if self.spec.data_parallel[1] > 1:  # process groups are there: it joins none of its fellow ranks
+            be_data_parallel(self.vllm_config.parallel_config, *self.spec.data_parallel)
         self.layers: dict[str, Layer] = make_layers(self.geometry, self.spec, self.vllm_config)
 
     def get_kv_cache_spec(self) -> dict[str, Any]:
@@ -89,6 +91,8 @@ class ByteWorker(WorkerBase):
             self.spec.conv_layout,
         )
         memory = Memory(self.caches, kv_cache_config.num_blocks, regions, engine, self.rank, bool(poisoned))
+        if self.spec.first_block:
+            memory.leave_out(self.spec.first_block)
         groups = kv_cache_config.kv_cache_groups
         of = {
             name: index
@@ -109,7 +113,9 @@ class ByteWorker(WorkerBase):
         self.memory, self.checker = memory, PoolChecker(memory, self.groups, self.spec.store)
         self.connector = ActiveKVConnector(self.vllm_config, caches)
         self._sampled: list[ModelRunnerOutput] = []  # steps in flight
-        self.forward = Forward(self.vllm_config, self.connector, self.layers, self.caches, self.checker)
+        first = self.spec.speculation and not defers_finalize(self.connector)
+        self.runner = FirstRunner(self.connector) if first else self.connector
+        self.forward = Forward(self.vllm_config, self.runner, self.layers, self.caches, self.checker)
 
     def kernel_blocks(self, config: Any) -> list[int]:
         """Tokens of a kernel block per group, as in `prepare_kernel_block_sizes` (v1/worker/utils.py)."""
@@ -146,7 +152,7 @@ class ByteWorker(WorkerBase):
 
     def shutdown(self) -> None:
         shut_worker_half_down()
-        del self.connector, self.forward  # the connector is collected now, as in vLLM's workers
+        del self.connector, self.runner, self.forward  # the connector is collected now, as in vLLM's workers
 
     # ---- a step --------------------------------------------------------------------------------------------
 
@@ -163,7 +169,7 @@ class ByteWorker(WorkerBase):
             return output
         checker, before = self.checker, len(self.checker.checks)
         self.forward.run(scheduler_output, work)
-        output = post_forward(self.connector, scheduler_output.finished_req_ids, self.forward.draft)
+        output = post_forward(self.runner, scheduler_output.finished_req_ids, self.forward.draft)
         self._note_failures(output)
         # loads within the step report failures only now
         for index, load in enumerate(work.load_checks, before):
@@ -201,6 +207,20 @@ class ByteWorker(WorkerBase):
 
     def kv_pop_checks(self, request: str) -> list[Check]:
         return self.checker.pop_checks(request)
+
+    def kv_lose(self) -> None:
+        """Lose all KV: the memory of an engine that has slept is zeros."""
+        self.memory.zero(np.arange(1, self.memory.num_blocks))
+
+    def kv_bring(self, tokens: np.ndarray, tables: list[np.ndarray], owner: int) -> None:
+        """Write what a load of these tokens of attention layers brings from P. `tables`: by group."""
+        parts = token_parts(tokens, np.full(len(tokens), owner))
+        for name, group in self.groups.of.items():
+            if name not in self.groups.states:
+                memory, (region,) = self.memory, self.memory.regions[name]
+                blocks = tables[group][tokens // self.groups.block_sizes[group]]
+                memory.write_tokens((memory.storage,), region, blocks, tokens, parts, 0, self.rank)
+                memory.flush(blocks)
 
     def kv_audit(self, groups: np.ndarray, loading: np.ndarray) -> Check:
         return self.checker.audit(groups, loading)

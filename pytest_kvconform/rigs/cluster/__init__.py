@@ -9,6 +9,7 @@
 | `model_handover`, `observation` | a scenario on engines with models: the subject's run, the oracle's |
 | `transfer`, `two_turns` | one transfer on byte engines; two turns of a conversation |
 | `faults` | a transfer while the transport delays, fails or repeats on demand |
+| `scripts` | cases that are scripts on these engines |
 | `peers` | scenarios between several engines: peers that do not answer, leases, ranks |
 | `pairs` | the one start of a pair of engines, and its cache |
 | `control` | whether the same fails without the connector, when an engine fails |

@@ -185,13 +185,17 @@ class Engine:
         self.handle.note_unreachable(request)
         yield from self.call("add", request)
 
-    def step_beside(self, peer: Engine, seconds: float = 0.0) -> Steps:
-        """Take a step, during which the peer takes steps of its own if it lasts: a connector may load within
-        the step, and need its peer for that. An engine may be its own peer. Returns the Step.
+    def step_beside(self, *peers: Engine, seconds: float = 0.0, alone_s: float = ALONE_S) -> Steps:
+        """Take a step, during which the peers take steps of their own if it lasts for longer than `alone_s`:
+        a connector may load within the step, and need its peer for that. An engine may be its own peer.
+        `seconds`: for which it steps until a step does something. Returns the last Step.
         """
-        call, wait, pause = self.queue("step", seconds), ALONE_S, BESIDE_S
-        while not (yield from self.answer(call, math.inf if peer is self else wait)):
-            yield from peer.call("step", 0.0)
+        others = [peer for peer in peers if peer is not self]
+        call, wait, pause = self.queue("step", seconds), alone_s if others else math.inf, BESIDE_S
+        while not (yield from self.answer(call, wait)):
+            calls = [(peer, peer.queue("step", 0.0)) for peer in others]
+            for peer, stepping in calls:
+                yield from peer.answer(stepping)
             wait, pause = pause, min(2 * pause, SELDOM_S)
         step: Step = call.answer
         return step

@@ -28,6 +28,16 @@ Key = tuple[Cell, str]  # cell, word: a cell can have several pairs
 PlaceOf = Callable[[Cell, str], Place]  # cell, role -> where the engine starts
 
 
+def start_handle(
+    context: RunContext, kind: type[Handle], place: Place, name: str, spec: Any, calls: int = 1
+) -> Handle:
+    """Start an engine. `calls`: how many times as long as usual one call of it may take."""
+    limits, facts = context.deadlines, context.facts
+    handle = kind(place, name, spec, calls * limits.call, limits.start, context.hung_in)
+    handle.own = partial(is_of_class, file=facts.file, module=facts.module)
+    return handle
+
+
 class EnginePairs(Generic[Handle]):
     """Pairs of engines with handles of one class."""
 
@@ -98,18 +108,14 @@ class EnginePairs(Generic[Handle]):
     ) -> tuple[list[Handle], list[EngineFacts]]:
         """Start the engines of a pair. Raises EngineFailed if one does not start: then none runs."""
         cell, _ = key
-        name, start_s = self.context.next_name(), self.context.deadlines.start
-        call_s, hung_in = self.calls * self.context.deadlines.call, self.context.hung_in
-        facts = self.context.facts
+        name = self.context.next_name()
         folder = self._folders[key] = self.context.store_folder(name)
         places = {role: self.place(cell, role) for role in self.roles}
         pair: list[Handle] = []
         try:
             for role in self.roles:
-                made = spec(role, tp[role], str(folder))
-                known_as = f"{cell}-{role}-{name}"
-                pair.append(self.handle(places[role], known_as, made, call_s, start_s, hung_in))
-                pair[-1].own = partial(is_of_class, file=facts.file, module=facts.module)
+                known_as, made = f"{cell}-{role}-{name}", spec(role, tp[role], str(folder))
+                pair.append(start_handle(self.context, self.handle, places[role], known_as, made, self.calls))
             return pair, [engine.wait_ready() for engine in pair]
         except EngineFailed:
             for engine in pair:

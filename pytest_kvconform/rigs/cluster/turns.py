@@ -42,7 +42,7 @@ def until_finished(
         return [name for name in names if name not in engine.ends]
 
     while waiting():
-        yield from engine.step_beside(peer, poll_s)
+        yield from engine.step_beside(peer, seconds=poll_s)
         if waiting():
             yield from peer.step_beside(engine)
         if (left := waiting()) and deadline.over():

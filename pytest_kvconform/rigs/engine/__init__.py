@@ -5,6 +5,11 @@
 | `handle` | `EngineHandle`: one engine process, as pytest calls it; `EngineFailed` |
 | `process` | `EngineProcess`: vLLM's EngineCore in the child, driven one call at a time; for all rigs |
 | `ends` | the end of an engine by vLLM's shutdown, and what its process still has after it |
+| `objects` | what the objects of a connector hold, and which requests they name |
+| `sizes` | what grows with the number of requests: containers of both halves, and open files |
+| `answers` | what holds for every answer of a hook of the scheduler half |
+| `reports` | what a worker half reports must stay as it is until the scheduler has read it |
+| `clocks` | the clocks of a process, which a case may set |
 | `model_engine` | `ModelEngineProcess`: an engine with a checkpoint, its snapshots, the oracle's writes |
 | `kv_access` | reads and writes a worker's KV cache in logical coordinates |
 | `no_connector` | the connector of engines without a connector |

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from pytest_kvconform.result import HarnessError, HookCall, ProcessKilled
+from pytest_kvconform.result import Finding, HarnessError, HookCall, ProcessKilled
 from pytest_kvconform.rigs.engine.messages import (
     EngineFacts,
     Leftovers,
@@ -28,7 +28,7 @@ from pytest_kvconform.rigs.processes.child import GONE, ChildProcess, ForkRefuse
 from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.processes.hangs import CallDeadline, hook_of
 from pytest_kvconform.rigs.processes.place import Place
-from pytest_kvconform.rigs.processes.stacks import Frame
+from pytest_kvconform.rigs.processes.stacks import COLLECTING, Frame
 from pytest_kvconform.rigs.processes.zygote import LIVED
 from pytest_kvconform.rigs.vllm_setup.hooks import IN_STACKS
 
@@ -43,7 +43,8 @@ class EngineFailed(Exception):
 
     `stack` is for people. `frames` are those of the exception, or of the threads that died or hung. `waits`:
     it hung, and waited for a server. `reason`: the exception for which it did not start, "ValueError: sizes
-    differ", and `kind` its class; "": none is known. `message`: that of the exception.
+    differ", and `kind` its class; "": none is known. `message`: that of the exception. `finding`: of one that
+    is a Violation.
     """
 
     def __init__(
@@ -58,11 +59,12 @@ class EngineFailed(Exception):
         reason: str = "",
         kind: str = "",
         message: str = "",
+        finding: Finding | None = None,
     ):
         super().__init__(sentence)
         self.role, self.how, self.sentence, self.log, self.stack = role, how, sentence, log, stack
         self.frames, self.waits = frames, waits
-        self.reason, self.kind, self.message = reason, kind, message
+        self.reason, self.kind, self.message, self.finding = reason, kind, message, finding
         self.engine = role  # the name of the engine; a cluster may have several of one role
 
     @property
@@ -224,15 +226,13 @@ class EngineHandle:
         if rest[0] == WORKER_KILLED:
             raise ProcessKilled(f"a rank of the engine {self.process.name}", self.process.pid)
         how, what = ("refused", "did not start: ") if name == "start" else ("raised", "raised ")
-        kind, message, frames = rest
+        kind, message, frames, finding = rest
         frames = (*frames, *self.process.last_stacks())  # the latter of a rank that died
         stack = self.process.stack(IN_STACKS)
         where = _where(stack, message) or (self._own_place(frames) if name == "start" else f" in {name}")
         reason = f"{kind}{where}{f': {message}' if message else ''}"
-        said = self._last_lines(), _lines(stack), frames
-        raise EngineFailed(
-            self.role, how, f"{self.role} {what}{reason}", *said, reason=reason, kind=kind, message=message
-        )
+        said = self._last_lines(), _lines(stack), frames, False, reason, kind, message, finding
+        raise EngineFailed(self.role, how, f"{self.role} {what}{reason}", *said)
 
     def _own_place(self, frames: Iterable[Frame]) -> str:
         """ " in __init__ (file.py:12)": the innermost frame of the connector's own code; "" without one."""
@@ -262,16 +262,19 @@ class EngineHandle:
         hook = hook_of(self.process, IN_STACKS)
         again = ", where another engine has hung" if hook in self.hung_in else ""
         self.hung_in.update([hook] if hook else [])
-        stack, in_del = self.process.stack(IN_STACKS), "" if hook else self.process.place_of_del()
+        stack, in_del = self.process.stack(IN_STACKS), self.process.place_of_del()
+        if hook and COLLECTING not in in_del:  # any hook may happen to collect garbage
+            in_del = ""
         self.process.end()
-        where = in_del or _where(stack) or f" in {name}"
+        frames = self.process.last_stacks()
+        where = in_del or _hook(stack) or self._own_place(frames) or _where(stack) or f" in {name}"
         raise EngineFailed(
             self.role,
             "hung",
             f"{self.role} did not answer within {seconds:.0f} s{where}{again}",
             self._last_lines(),
             _lines(stack),
-            self.process.last_stacks(),
+            frames,
             any(map(waits_for_server, self.process.stacks_of_ends())),
         )
 
@@ -329,8 +332,12 @@ def _where(stack: tuple[Frame, ...], message: str = "") -> str:
 
     Without such a frame, and without a `message` that would explain the exception, where it was raised.
     """
-    hooks = [frame for frame in stack if frame[2] in IN_STACKS] or ([] if message else list(stack))
-    return _in(hooks[0]) if hooks else ""
+    return _hook(stack) or ("" if message or not stack else _in(stack[0]))
+
+
+def _hook(stack: tuple[Frame, ...]) -> str:
+    """ " in start_load_kv (file.py:12)": the innermost frame that is a hook; "" without one."""
+    return next((_in(frame) for frame in stack if frame[2] in IN_STACKS), "")
 
 
 def _in(frame: Frame) -> str:

@@ -117,6 +117,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     # the harness puts this KV in place, and the connector never hears of the request
     oracle: Snapshot | None = None
     watch: bool = False  # take a snapshot before the first forward that reads loaded KV
+    stop: tuple[int, ...] = ()  # tokens at which it ends
     allowed: tuple[int, ...] = ()  # tokens that may be generated; none: any
 
 
@@ -174,6 +175,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
 
     outputs: tuple[Output, ...]
     computed: int  # tokens that went through the model
+    look: Any = None  # what has become of requests, `bytes.messages.Look`, where scripts ask for it
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from pytest_kvconform.case_outcome import MOST_CALLS
-from pytest_kvconform.result import HookCall, message_of
+from pytest_kvconform.result import HookCall, Violation, message_of
 from pytest_kvconform.rigs.engine import ends
 from pytest_kvconform.rigs.engine.messages import (
     CONV_LAYOUT,
@@ -46,7 +46,8 @@ IDLE_S = 0.001
 def serve(connection: Connection, spec: Any, kind: type[EngineProcess]) -> None:
     """Start an engine and answer calls (name, arguments) until the connection ends.
 
-    An answer is ("ok", value) or ("error", type, message, frames); the first one answers the start.
+    An answer is ("ok", value) or ("error", type, message, frames, finding of a Violation); the first one
+    answers the start.
     """
     try:
         engine = kind(spec)
@@ -71,7 +72,8 @@ def serve(connection: Connection, spec: Any, kind: type[EngineProcess]) -> None:
 
 
 def _error(error: Exception) -> tuple[Any, ...]:
-    return "error", type(error).__name__, message_of(error), stack_of(error)
+    finding = error.finding if isinstance(error, Violation) else None
+    return "error", type(error).__name__, message_of(error), stack_of(error), finding
 
 
 class EngineProcess:
@@ -79,6 +81,7 @@ class EngineProcess:
 
     most_calls = MOST_CALLS  # of hooks that each half of the connector keeps
     timed: tuple[str, ...] = ()  # hooks of the worker half whose durations are kept
+    recorder_class = Recorder  # of the scheduler half
 
     def __init__(self, spec: Any):
         os.environ.update(spec.environment)
@@ -103,6 +106,10 @@ class EngineProcess:
     def _configure(self, spec: Any) -> Any:
         """vLLM's configuration of a specification."""
         raise NotImplementedError
+
+    def _prompt(self, request: Request) -> dict[str, Any]:
+        """The fields of vLLM's EngineCoreRequest with the prompt."""
+        return {"prompt_token_ids": list(request.tokens)}
 
     def _state_layers(self) -> frozenset[str]:
         """Names of the layers that keep a state."""
@@ -150,6 +157,7 @@ class EngineProcess:
             logprobs=-1,
             detokenize=False,
             ignore_eos=True,
+            stop_token_ids=list(request.stop) or None,
             extra_args={"kv_transfer_params": request.kv_transfer_params}
             if request.kv_transfer_params
             else None,
@@ -159,7 +167,6 @@ class EngineProcess:
             *self.core.preprocess_add_request(
                 EngineCoreRequest(
                     request_id=request.id,
-                    prompt_token_ids=list(request.tokens),
                     mm_features=None,
                     sampling_params=sampling,
                     pooling_params=None,
@@ -167,6 +174,7 @@ class EngineProcess:
                     lora_request=None,
                     cache_salt=request.salt or None,
                     data_parallel_rank=None,
+                    **self._prompt(request),
                 )
             )
         )
@@ -297,7 +305,7 @@ class EngineProcess:
     def _watch_connector(self) -> None:
         """Note in the traces what the connector answers to the hooks of its scheduler half."""
         connector = self.scheduler.connector
-        self.recorder = Recorder(self.spec.role, most=self.most_calls)
+        self.recorder = self.recorder_class(self.spec.role, most=self.most_calls)
         self.recorder.watch(connector)
         self._workers(watch_rank, self.spec.role, self.most_calls, self.timed)
         around(connector, "update_state_after_alloc", self._allocated)

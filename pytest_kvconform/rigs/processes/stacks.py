@@ -93,6 +93,6 @@ def place_of_del(text: str) -> str:
     """Where the thread that ended or hung its process was, if it collected garbage or was in the `__del__` of
     an object, by the process's log; "": in neither.
     """
-    if COLLECTS in text.rpartition(CURRENT)[2]:
+    if COLLECTS in text:  # also of a process with children, whose stacks follow
         return COLLECTING
     return "in an object's __del__" if any(name == "__del__" for *_, name in last_stacks(text)) else ""

@@ -2,8 +2,8 @@
 
 A case of this rig (`@case(RULE, rig="scheduler")`) decides what the workers report and when, and reads every
 answer of the connector. It takes milliseconds: no engine runs and no byte moves. A real worker half, of one
-rank and without a model, can be had in addition (worker_half.py, store_engine.py), and whole engines of such
-halves, whose loads are compared word by word (live/).
+rank and without a model, can be had in addition (worker_half.py, store_engine.py, own_workers/). A case that
+needs whole engines is a script on engines of the cluster.
 
 The way of a case:
 
@@ -13,13 +13,13 @@ The way of a case:
 4. A side is one engine without workers: side_state.py builds vLLM's scheduler and reads it, side.py drives
    it, steps.py has the records of a step. fake_connector.py is a second connector, for MultiConnector. A
    connector may wait for what only its own workers say: then the case runs again, with real ones
-   (live/own_reports.py).
+   (own_workers/own_reports.py).
 5. recorder.py keeps every call of a hook (history.py), and checks every answer. violations.py has
    what no case looks for: a hook that raises, a scheduler that stops. leaks.py finds what is left at the end.
 6. `case_outcome.run_case` makes a `CaseEnd` of what the case returned or raised. The child sends it to the
    host, and the host to the controller. A child that dies or hangs is a violation that
    names the running hook.
 
-May import: `rigs.bytes` (layers and memory of a worker half), `rigs.vllm_setup`, `rigs.processes`, and
-`context.py`, `scenario.py`, `history.py`.
+May import: `rigs.bytes` (layers and memory of a worker half), `rigs.cluster`, `rigs.vllm_setup`,
+`rigs.processes`, and `context.py`, `scenario.py`, `history.py`.
 """

@@ -12,14 +12,16 @@ from model_matrix import parse_topology
 from pytest_kvconform.case_outcome import CaseEnd
 from pytest_kvconform.result import Blocked, Cell, Evidence, HarnessError, Outcome
 from pytest_kvconform.rigs.bytes.specs import side_of
+from pytest_kvconform.rigs.cluster.scripts.bench import ScriptBench
+from pytest_kvconform.rigs.cluster.scripts.cluster import RELEASES
 from pytest_kvconform.rigs.context import RunContext, transfer_config
 from pytest_kvconform.rigs.processes.child import ChildProcess, ForkRefused, leave
 from pytest_kvconform.rigs.processes.cores import MOST
 from pytest_kvconform.rigs.processes.hangs import LEFT_OUT_S, PATIENCE, QUIET, UNSTARTED
 from pytest_kvconform.rigs.processes.ports import PORTS_APART, free_port
 from pytest_kvconform.rigs.scheduler.host import LEAVE_S, HostSpec
+from pytest_kvconform.rigs.scheduler.own_workers.memory import Question, growing_places
 from pytest_kvconform.rigs.scheduler.side_state import RANKS
-from pytest_kvconform.rigs.scheduler.violations import RELEASES
 
 CASE_PART = 0.5  # of the deadline of a call: a case takes milliseconds
 AGAIN = 0.5  # of a case's deadline, after a case of its module that did not end in time
@@ -33,8 +35,9 @@ HANGS, MODULES = 2, 3
 class SchedulerBench:
     """Runs cases of the tiers interface and protocol in a host process of the current cell."""
 
-    def __init__(self, context: RunContext):
-        self.context = context
+    def __init__(self, context: RunContext, scripts: ScriptBench):
+        self.context, self.scripts = context, scripts
+        self._grow: dict[tuple[Cell, str], frozenset[str]] = {}  # cell, role -> places that grow: memory.py
         self._host: ChildProcess | None = None
         self._cell: Cell | None = None
         self._failed: dict[Cell, CaseEnd] = {}  # cells for which the host does not start
@@ -55,9 +58,18 @@ class SchedulerBench:
         self._require_few_hangs(module)
         deadline_s = CASE_PART * self.context.deadlines.call * (AGAIN if module in self._at_fault else 1.0)
         start_s = self.context.deadlines.start
-        question = (module, function, rule, variant), cell in self._own_reports, deadline_s, start_s
         longest_s = PATIENCE * deadline_s + STARTS * start_s + LEFT_OUT_S
-        end, late = self._ask(cell, question, MOST * longest_s + GRACE_S)
+        answers: dict[Question, frozenset[str]] = {}
+        while True:
+            case = module, function, rule, variant, answers
+            question = case, cell in self._own_reports, deadline_s, start_s
+            end, late = self._ask(cell, question, MOST * longest_s + GRACE_S)
+            if end.asks is None:
+                break
+            found = self._growing(cell, end.asks, rule)
+            if isinstance(found, CaseEnd):
+                return found
+            answers[end.asks] = found
         if end.unheard and end.outcome is not Outcome.PASS and cell not in self._own_reports:
             self._own_reports.add(cell)
             self.drop()  # the next host has more ports
@@ -71,6 +83,20 @@ class SchedulerBench:
         self.context.note("start", late == UNSTARTED)
         self.context.note("release", end.waited_for == RELEASES)
         return end
+
+    def _growing(self, cell: Cell, question: Question, rule: str) -> frozenset[str] | CaseEnd:
+        """Which places grow on engines of the cluster, or how the script ended otherwise. Those that another
+        case of the cell has seen grow are not looked at again.
+        """
+        known = self._grow.get((cell, question.role), frozenset())
+        if mine := known & question.places:
+            return mine
+        end = self.scripts.answer(cell, growing_places, rule, question)
+        if end.evidence is None:
+            return end
+        found = frozenset(end.evidence.notes)
+        self._grow[cell, question.role] = known | found
+        return found
 
     def answer(self, cell: Cell, function: Callable[..., Evidence], rule: str, variant: Any) -> CaseEnd:
         """The end of a function that is no case. It runs once, unless it ends in an error of the suite. See

@@ -28,26 +28,29 @@ if TYPE_CHECKING:
 
 
 def serve_one_case(host: Host, connection: Connection) -> NoReturn:
-    """Receive (module, function, rule, variant, waited, own_reports) and run this case. Ends the process.
+    """Receive (module, function, rule, variant, answers, waited, own_reports) and run this case. Ends the
+    process.
 
-    `waited`: another case of the cell has waited in vain for the end of something. `own_reports`: see Rig.
+    `answers`, `own_reports`: see Rig. `waited`: another case of the cell has waited in vain for the end of
+    something.
 
     Sends its CaseEnd, and whether this process then shuts worker halves down.
     """
     _prepare_process()
     end = end_of(HarnessError("the case did not reach its end"))
     try:
-        module, function, rule, variant, waited, own_reports = connection.recv()
+        module, function, rule, variant, answers, waited, own_reports = connection.recv()
     except EOFError:
         os._exit(0)  # there is no further case
-    rig = Rig(host, rule, waited, own_reports=own_reports)
+    rig = Rig(host, rule, waited, own_reports=own_reports, answers=answers)
     try:
         if host.spec.subject.asks_worker or own_reports:
-            from pytest_kvconform.rigs.scheduler.live.worker_beside import Nursery
+            from pytest_kvconform.rigs.scheduler.own_workers.worker_beside import Nursery
 
             rig.nursery = Nursery(rig)
         end = with_calls(run_case(lambda: _call(rig, module, function, variant), function), take_all())
-        end = replace(end, unheard=rig.unheard, waited_for=rig.waited_for if end.finding else "")
+        waited_for = rig.waited_for if end.finding else ""
+        end = replace(end, unheard=rig.unheard, waited_for=waited_for, asks=rig.asks)
         print(end.defect, end="", file=sys.stderr)
     finally:
         sys.stdout.flush()

@@ -38,8 +38,8 @@ def classes_with(side: SideState, hook: str) -> set[type]:
 
 
 def miss_reports(side: SideState) -> None:
-    """Let the case run again with real workers, see live/own_reports.py, if the scripted workers of a side
-    cannot say what the connector's may say, and it has waited in vain.
+    """Let the case run again with real workers, see own_reports.py, if the scripted workers of a side cannot
+    say what the connector's may say, and it has waited in vain.
     """
     side.rig.unheard |= side.worker is None and bool(classes_with(side, REPORTS))
 

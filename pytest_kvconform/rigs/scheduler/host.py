@@ -34,6 +34,7 @@ from pytest_kvconform.result import (
     Violation,
 )
 from pytest_kvconform.rigs.bytes.messages import PACKED, ByteEngineSpec
+from pytest_kvconform.rigs.cluster.scripts.failures import DIES, NOT_SHOWN, RAISES
 from pytest_kvconform.rigs.context import SubjectFacts
 from pytest_kvconform.rigs.missing import waits_for_server
 from pytest_kvconform.rigs.processes import linux
@@ -53,9 +54,6 @@ from pytest_kvconform.rigs.scheduler.case_process import serve_one_case
 from pytest_kvconform.rigs.scheduler.rig import BLOCKS, first_block, longer
 from pytest_kvconform.rigs.scheduler.violations import (
     DECLINING,
-    DIES,
-    NOT_SHOWN,
-    RAISES,
     death_of,
     hook_in,
     is_in_connector,
@@ -184,19 +182,10 @@ class Host:
         more = fields.get("kv_connector_extra_config", {}) | dict(extra or {})
         return fields | ({"kv_connector_extra_config": more} if more else {})
 
-    def single_rank_config(
-        self,
-        role: str,
-        geometry: Geometry | None = None,
-        transfer: dict[str, Any] | None = None,
-        max_seqs: int = 16,
-    ) -> Any:
-        """A VllmConfig of one rank. `geometry`: None: that of the cell. `transfer`: fields of its
-        KVTransferConfig; None: those of this case.
-        """
+    def single_rank_config(self, role: str, geometry: Geometry | None = None) -> Any:
+        """A VllmConfig of one rank. `geometry`: None: that of the cell."""
         geometry = geometry or load_geometries()[self.spec.cell.family]
-        transfer = transfer or self.transfer(role)
-        return configuration(geometry, self.spec.memory[role], 1, transfer, True, max_seqs)
+        return configuration(geometry, self.spec.memory[role], 1, self.transfer(role), True)
 
     def kv_config(self, role: str, config: Any, num_blocks: int) -> Any:
         """The KVCacheConfig of a scheduler with so many blocks, the null block included.
@@ -246,7 +235,7 @@ class Host:
     # ---- cases ---------------------------------------------------------------------------------------------
 
     def run(
-        self, question: tuple[str, str, str, Any], own_reports: bool, deadline_s: float, start_s: float
+        self, question: tuple[str, str, str, Any, Any], own_reports: bool, deadline_s: float, start_s: float
     ) -> tuple[CaseEnd, str]:
         """Run one case in a child: see case_process.py. Returns its end, and how it was late: see
         RunningHook.wait.
@@ -341,7 +330,6 @@ def configuration(
     tp: int,
     transfer: dict[str, Any],
     prefix_caching: bool,
-    max_seqs: int = 16,
 ) -> Any:
     """vLLM's configuration of one engine, as an engine of the byte rig has it (see bytes/process.py)."""
     config = geometry_config(
@@ -351,7 +339,7 @@ def configuration(
         cache_dtype=memory.dtype,
         max_model_len=REQUEST_TOKENS,
         max_batched_tokens=REQUEST_TOKENS,
-        max_seqs=max_seqs,
+        max_seqs=16,
         tensor_parallel=tp,
         kv_transfer=transfer,
         prefix_caching=prefix_caching,

@@ -1,107 +1,24 @@
 """Leaks of the scheduler rig: what is left when every request has ended.
 
 `leaks` looks at the scheduler and its block pool, `growing_memory` at what the connector's scheduler half
-remembers. The classes of a connector's objects are unknown, so `walk` visits every object that it can reach.
+remembers.
 """
 
 from __future__ import annotations
 
-import re
-import types
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from pytest_kvconform.result import attribute_of, repr_of
-from pytest_kvconform.rigs.scheduler.live.clocks import set_ahead
+from pytest_kvconform.rigs.engine.clocks import set_ahead
+from pytest_kvconform.rigs.engine.objects import mentions, named, state_of, walk
 
 if TYPE_CHECKING:
     from pytest_kvconform.rigs.scheduler.side import Side
     from pytest_kvconform.rigs.scheduler.steps import Step
 
-# Modules whose objects the walk does not enter: a connector may hold the engine's configuration and cache
-# manager, which are not its own.
-NOT_OURS = (
-    "vllm.config",
-    "vllm.v1.core",
-    "vllm.v1.kv_cache_interface",
-    "transformers",
-    "torch",
-    "threading",
-    "logging",
-    "_thread",
-    "zmq",
-)
-DEEP, MANY = 12, 200_000  # levels and objects of one walk
 # Requests that a connector may remember after their ends, and for how long: see growing_memory.
 ENOUGH, LATER_S, A_FEW, ROUNDS = 80, 86_400.0, 4, 10
-Path = tuple[str, ...]
-# What vLLM's server appends to an id, and connectors cut off (`get_base_request_id`, nixl/utils.py).
-_OWN_WORD = re.compile(r"-[0-9a-f]{8}$")
-
-
-def walk(root: Any, skip: Callable[[Any], bool] = lambda value: False) -> Iterator[tuple[Path, Any]]:
-    """(path, value) of every string, number and None within an object, through containers and attributes.
-
-    Does not enter what `skip` says True of.
-    """
-    seen: set[int] = set()
-    todo: list[tuple[Path, Any]] = [((), root)]
-    for _ in range(MANY):
-        if not todo:
-            return
-        path, value = todo.pop()
-        if value is None or isinstance(value, (str, bytes, int, float)):
-            yield path, value
-            continue
-        if id(value) in seen or len(path) > DEEP or skip(value):
-            continue
-        seen.add(id(value))
-        if isinstance(value, dict):
-            items = list(value.items())  # at once: threads of the connector may change it
-            todo += [((*path, "key"), key) for key, _ in items]
-            words = [str.__str__(key) if isinstance(key, str) else repr_of(key) for key, _ in items]
-            todo += [((*path, word), inner) for word, (_, inner) in zip(words, items, strict=True)]
-        elif isinstance(value, (list, tuple, set, frozenset)) or type(value).__name__ == "deque":
-            todo += [((*path, "item"), inner) for inner in list(value)]
-        elif isinstance(value, range):
-            todo += [((*path, "item"), inner) for inner in value[:MANY]]
-        elif type(value).__name__ == "ndarray":
-            todo += [((*path, "item"), inner) for inner in value.ravel().tolist()]
-        elif not is_not_ours(value):
-            todo += [((*path, name), inner) for name, inner in attributes(value)]
-
-
-def is_not_ours(value: Any) -> bool:
-    """Whether `walk` does not enter an object: a class, a function, or an object of the engine's."""
-    kinds = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType)
-    return isinstance(value, kinds) or str(type(value).__module__).startswith(NOT_OURS)
-
-
-def has_limit(value: Any) -> bool:
-    """Whether an object is a container that never holds more than a number of things."""
-    limits = [attribute_of(value, name) for name in ("maxlen", "maxsize")]
-    holds = hasattr(type(value), "__len__") or attribute_of(value, "qsize") is not None
-    return holds and any(isinstance(limit, int) and limit > 0 for limit in limits)
-
-
-def attributes(value: Any) -> list[tuple[str, Any]]:
-    """Name and value of every attribute that an object itself has."""
-    names = [
-        *(attribute_of(value, "__dict__") or ()),
-        *(name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())),
-    ]
-    found = [
-        (name, attribute_of(value, name, names)) for name in dict.fromkeys(names) if isinstance(name, str)
-    ]
-    return [(name, one) for name, one in found if one is not names]
-
-
-def mentions(root: Any, word: str) -> tuple[str, ...]:
-    """Places within an object where a string is, or is part of, a string: "reqs_to_recv.key"."""
-    return tuple(
-        sorted({".".join(path) for path, value in walk(root) if isinstance(value, str) and word in value})
-    )
 
 
 def is_opaque(root: Any) -> bool:
@@ -211,28 +128,11 @@ def leaks(side: Side) -> tuple[str, ...]:
     return tuple(left)
 
 
-def remembered(side: Side, kept: bool = True) -> dict[str, int]:
+def remembered(side: Side) -> dict[str, int]:
     """Place in the connector's scheduler half -> how many of the requests that have ended on this side are
-    named there. "*" stands for a key of a dict that is an id or a number. A container with a limit of its
-    own, such as a deque with a maxlen, does not count. `kept`: count those whose blocks are not free, too.
+    named there, see `objects.named`.
     """
-    ids = set(side.finished) - set(() if kept else side.delayed_free_requests())
-    if not ids:
-        return {}
-    names = {_OWN_WORD.sub("", id): id for id in ids} | {id: id for id in ids}
-    found: dict[str, set[str]] = {}
-    for path, value in walk(side.connector_state(), skip=has_limit):
-        if not isinstance(value, str):
-            continue
-        if named := {names[value]} if value in names else {id for id in ids if id in value}:
-            place = ".".join(part if is_word(part) else "*" for part in path)
-            found.setdefault(place, set()).update(named)
-    return {place: len(named) for place, named in found.items()}
-
-
-def is_word(part: str) -> bool:
-    """Whether a part of a path is a name in the connector's code, and no id and no number."""
-    return part.isidentifier() and not any(map(str.isdigit, part))
+    return named(state_of(side.connector), set(side.finished))
 
 
 def growing_memory(

@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from model_matrix.geometries import Geometry, load_geometries
-from pytest_kvconform.result import Cell, Finding, HarnessError, NotApplicable, Violation
+from pytest_kvconform.result import Blocked, Cell, Finding, HarnessError, NotApplicable, Violation
 from pytest_kvconform.rigs.context import (
     SHORTER,
     declared_addition,
@@ -65,7 +65,7 @@ from pytest_kvconform.rigs.scheduler.steps import RequestOutput, Step, WorkerRep
 
 if TYPE_CHECKING:
     from pytest_kvconform.rigs.scheduler.host import Host
-    from pytest_kvconform.rigs.scheduler.live.worker_beside import Nursery
+    from pytest_kvconform.rigs.scheduler.own_workers.worker_beside import Nursery
     from pytest_kvconform.subject import Subject
 
 __all__ = ["BLOCK", "BLOCKS", "RequestOutput", "Rig", "Side", "Step", "WorkerReport", "first_block", "longer"]
@@ -88,7 +88,10 @@ class Rig:
     asynchronous: bool = False
     _sides: list[Side] = field(default_factory=list)
     nursery: Nursery | None = None  # what starts worker halves beside sides
-    own_reports: bool = False  # whether sides have real workers, see live/own_reports.py
+    own_reports: bool = False  # whether sides have real workers, see own_workers/own_reports.py
+    # question -> what engines of the cluster have answered: places, see memory.py
+    answers: dict[Any, frozenset[str]] = field(default_factory=dict)
+    asks: Any = None  # the question that the case ends with
     unheard: bool = False  # the connector has waited for reports that its scripted workers cannot make
     waited_for: str = ""  # what the case has waited for in vain
     left_out: float = 0.0  # seconds of the case that its deadline does not count, see `waits`
@@ -143,7 +146,7 @@ class Rig:
         self.take_ports(number, vllm_config)
         index = sum(side.role == role for side in self._sides)
         if self.own_reports and change_groups is None:
-            from pytest_kvconform.rigs.scheduler.live.own_reports import start_side
+            from pytest_kvconform.rigs.scheduler.own_workers.own_reports import start_side
 
             side = start_side(self, role, index, vllm_config, number, first, blocks)
         else:
@@ -304,26 +307,18 @@ class Rig:
         """Seconds without any change after which nothing is expected any more."""
         return self.scaled_seconds(SETTLE_S) * (SHORTER if self.waited else 1.0)
 
-    def violation(
-        self,
-        rule: str,
-        happened: str,
-        differs: str = "",
-        diagnosis: str = "",
-        check: tuple[str, ...] = (),
-        declined: str = "",
-    ) -> Violation:
-        """A violation to raise; `rule` "": that of the case. `declined`: see `result.Finding`."""
-        return Violation(
-            Finding(
-                rule=rule or self.rule,
-                happened=happened,
-                differs=differs,
-                diagnosis=diagnosis,
-                check=check,
-                declined=declined,
-            )
-        )
+    def violation(self, rule: str, happened: str, differs: str = "", **more: Any) -> Violation:
+        """A violation to raise; `rule` "": that of the case. `more`: of its Finding."""
+        return Violation(Finding(rule=rule or self.rule, happened=happened, differs=differs, **more))
+
+    def ask(self, question: Any) -> frozenset[str]:
+        """What engines of the cluster answer to a question, see memory.py. A case ends where it has asked,
+        and begins again with the answer. Raises Blocked then.
+        """
+        if question not in self.answers:
+            self.asks = question
+            raise Blocked("engines of the cluster have not answered yet")
+        return self.answers[question]
 
     def shared_file(self, name: str) -> Path:
         """A file of all cases that are forked from this host, for what one of them has found out."""

@@ -45,7 +45,6 @@ class Side(SideState):
         # Whether a step is in flight when the next one is scheduled: vLLM's asynchronous scheduling.
         self.asynchronous = bool(config.scheduler_config.async_scheduling)
         self._in_flight: Flight | None = None
-        self._ending: list[str] = []
         self.preempting, self.preemptions = "", 0  # see steps.watch_allocations
         watch_allocations(self)
 
@@ -61,7 +60,6 @@ class Side(SideState):
         stop: bool = False,
         read_cache: bool = True,
         kind: str = "",
-        transfer_id: str = "",
         **fields: Any,
     ) -> str:
         """Hand a request to the scheduler. Returns its id.
@@ -69,8 +67,7 @@ class Side(SideState):
         `params`: kv_transfer_params; they go through JSON, as through the API server. `stop`: its first token
         is the end of the sequence, so that it ends with "stop". `read_cache=False`: it must not read prefix
         caches, as one that wants log-probabilities of its prompt. `kind`: see `steps.engine_request`.
-        `transfer_id`: of params that another process has made. `fields`: further ones of vLLM's
-        EngineCoreRequest. Raises HarnessError if the params are no JSON.
+        `fields`: further ones of vLLM's EngineCoreRequest. Raises HarnessError if the params are no JSON.
         """
         from vllm.v1.request import Request
 
@@ -84,7 +81,7 @@ class Side(SideState):
         self.prompts[id] = tuple(prompt)
         if params is not None:
             self.with_params.add(id)
-        self.transfer_ids[id] = transfer_id or transfer_id_of(params)
+        self.transfer_ids[id] = transfer_id_of(params)
         made = Request.from_engine_core_request(request, self._hasher)
         made.__dict__["kv_stops"] = stop
         self._guarded(self.scheduler.add_request, made)
@@ -170,9 +167,6 @@ class Side(SideState):
             whole.kv_connector_output = self.own.merged(flight.worker, whole.kv_connector_output)
         elif self.worker is not None:
             whole.kv_connector_output = flight.worker
-        for id in self._ending:
-            self.abort(id)
-        self._ending = []
         flight.note_outputs(self._guarded(self.scheduler.update_from_output, flight.output, whole))
         if self.own is not None:
             self.own.require_held()
@@ -236,10 +230,6 @@ class Side(SideState):
 
         self._guarded(self.scheduler.finish_requests, id, RequestStatus[how])
         self._note_ends()
-
-    def abort_in_next_step(self, id: str) -> None:
-        """Abort a request in the next step after schedule(), as EngineCore does with its queue of aborts."""
-        self._ending.append(id)
 
     def preempt(self, id: str) -> None:
         """Preempt a running request: allocate_slots finds no block in the next step.

@@ -20,7 +20,7 @@ from pytest_kvconform.rigs.vllm_setup.engine_config import block_hasher
 from pytest_kvconform.rigs.vllm_setup.hooks import FINISHED
 
 if TYPE_CHECKING:
-    from pytest_kvconform.rigs.scheduler.live.own_reports import OwnReports
+    from pytest_kvconform.rigs.scheduler.own_workers.own_reports import OwnReports
     from pytest_kvconform.rigs.scheduler.rig import Rig
     from pytest_kvconform.subject import Subject
 
@@ -304,11 +304,6 @@ class SideState:
         return tuple(
             index for index, name in enumerate(names) if name in ("FullAttentionSpec", "MLAAttentionSpec")
         )
-
-    def connector_state(self) -> dict[str, Any]:
-        """Attributes of the connector's object, without those that vLLM passed to it."""
-        given = ("_vllm_config", "_kv_transfer_config", "_kv_cache_config", "_kv_cache_manager")
-        return {name: value for name, value in vars(self.connector).items() if name not in given}
 
     def forget_records(self) -> None:
         """Drop the records of steps and calls, and empty the prefix cache, before a scenario is repeated."""

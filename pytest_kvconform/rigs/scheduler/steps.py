@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pytest_kvconform.rigs.scheduler.leaks import integers, mentions
+from pytest_kvconform.rigs.engine.objects import mentions
+from pytest_kvconform.rigs.scheduler.leaks import integers
 from pytest_kvconform.rigs.vllm_setup.kv_cache_specs import window_of
 
 if TYPE_CHECKING:

@@ -21,9 +21,9 @@ from typing import Any
 
 import numpy as np
 
-from model_matrix.variants import few_layers
 from pytest_kvconform.result import Blocked
 from pytest_kvconform.rigs.context import declared_addition
+from pytest_kvconform.rigs.history import Recorder
 from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.scheduler.rig import BLOCK, BLOCKS, Rig, Side, first_block, longer
 from pytest_kvconform.rigs.scheduler.worker_half import WorkerHalf
@@ -38,24 +38,16 @@ PAUSE_S = 0.002  # of a step without tokens: saves and loads go on in the backgr
 
 
 def start_engine_with_worker(
-    rig: Rig,
-    durations: dict[str, list[float]] | None = None,
-    port: int = 0,
-    role: str = "P",
-    blocks: int = 0,
+    rig: Rig, recorder: Recorder | None = None, port: int = 0, role: str = "P"
 ) -> Side:
     """Start it. Raises Blocked if the worker half cannot run on this machine.
 
-    `durations`: gets the seconds of every call of the worker half, by hook. `port`: number of its port.
-    `blocks`: of the pool, and the engine then has the first layers of the model only; 0: enough for one
-    request, and all layers.
+    `recorder`: of the calls of the worker half. `port`: number of its port.
     """
-    geometry = few_layers(rig.geometry) if blocks else rig.geometry
-    config, longest = rig.host.single_rank_config(role, geometry), longest_request(rig)
-    half = WorkerHalf(rig, role, port=port, longest=longest, config=config, blocks=blocks, geometry=geometry)
+    half = WorkerHalf(rig, role, port=port, longest=longest_request(rig))
     half.construct()
-    if durations is not None:
-        half.time_hooks(durations)
+    if recorder is not None:
+        recorder.watch(half.connector)
     caches = half.allocate_kv_caches()
     half.register_kv_caches(caches)
     side = half.scheduler_side()

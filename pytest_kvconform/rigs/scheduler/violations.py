@@ -10,6 +10,7 @@ from pathlib import Path
 from pytest_kvconform.case_outcome import CaseEnd
 from pytest_kvconform.result import Finding, Violation, first_line, message_of
 from pytest_kvconform.rigs.cluster.control import shows_connector
+from pytest_kvconform.rigs.cluster.scripts.failures import ASSERTED, RAISES, RULES_OF_HOOKS, STOPS
 from pytest_kvconform.rigs.context import SubjectFacts
 from pytest_kvconform.rigs.processes.hangs import RunningHook
 from pytest_kvconform.rigs.processes.logs import text_since
@@ -17,23 +18,11 @@ from pytest_kvconform.rigs.processes.stacks import is_hook, last_stacks, place_o
 from pytest_kvconform.rigs.vllm_setup.answers import hook_of
 from pytest_kvconform.rigs.vllm_setup.hooks import IN_STACKS
 
-# Rules that are broken whatever the case is about: a hook raises, its process dies
-# or hangs, vLLM's scheduler stops.
-RAISES, DIES, STOPS = "KV-HOOK-001", "KV-HOOK-002", "KV-HOOK-003"
-# Hooks with a rule of their own.
-RULES_OF_HOOKS = {"update_connector_output": "KV-LOAD-003", "reset_cache": "KV-LOAD-007"}
 # Hooks of an engine's start. One that raises with a message keeps the engine from
 # starting: so a connector declines.
 START_HOOKS = ("register_kv_caches", "set_xfer_handshake_metadata")
 SEVERAL = ("a step ", "the hooks ")  # so begins what is noted where vLLM calls several hooks
 NO_ANSWER = "KV-MATCH-006"  # the rule that get_num_new_matched_tokens answers at some time
-RELEASES = "releases"  # of blocks: what a case has waited for in vain
-NOT_SHOWN = ": no code of the connector is in its stack, so nobody knows whose fault that is"  # of a hang
-# A line of vLLM's scheduler that asserts something -> what the connector did most likely.
-ASSERTED = {
-    "assert req_id in self.requests": "the workers report a request that vLLM has freed: each request is "
-    "reported once, and an aborted load as received or as sent, not as both"
-}
 DECLINING = (NotImplementedError, ValueError)
 FRAMES = 6  # of the connector's stack, in a finding
 _OURS = str(Path(__file__).parents[2]) + os.sep

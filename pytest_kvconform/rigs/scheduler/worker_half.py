@@ -14,10 +14,8 @@ layers and the memory are those of the byte rig (bytes/worker.py). A hook that r
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import tempfile
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,19 +23,16 @@ from msgspec import structs
 
 from model_matrix.geometries import Geometry
 from pytest_kvconform.result import Blocked
-from pytest_kvconform.rigs.processes.cores import own_core_wait
 from pytest_kvconform.rigs.processes.hangs import DEVICE
 from pytest_kvconform.rigs.processes.linux import listening_sockets, threads
 from pytest_kvconform.rigs.scheduler.recorder import Recorder
 from pytest_kvconform.rigs.scheduler.rig import Side
-from pytest_kvconform.rigs.tap import around
 from pytest_kvconform.rigs.vllm_setup import worker
 from pytest_kvconform.rigs.vllm_setup.engine_config import (
     adopt_kv_cache_config,
     choose_block_size,
     kv_cache_configs,
 )
-from pytest_kvconform.rigs.vllm_setup.hooks import BOTH, WORKER, calls_of, has_hook
 
 if TYPE_CHECKING:
     import torch
@@ -124,14 +119,6 @@ class WorkerHalf:
         self.connector = worker.worker_half()
         return self.connector
 
-    def time_hooks(self, durations: dict[str, list[float]]) -> None:
-        """Note from now on the seconds that each call of a hook takes, by hook.
-
-        Those in which the thread waits for a core do not count.
-        """
-        for name in filter(has_hook, calls_of(WORKER, BOTH)):
-            around(self.connector, name, functools.partial(_timed, durations.setdefault(name, [])))
-
     def allocate_kv_caches(self) -> dict[str, torch.Tensor]:
         """KV memory of every layer: views of one allocation, in the connector's memory pool if it has one."""
         pool = None if self.connector is None else self.call_hook("get_mem_pool_context")
@@ -155,18 +142,15 @@ class WorkerHalf:
         found = self.call_hook("get_handshake_metadata")
         return {} if found is None else {(0, 0): found}
 
-    def scheduler_side(self, index: int = 0, first_block: int = 0) -> Side:
-        """The engine's scheduler, with the scheduler half of the same configuration.
-
-        `first_block`: the block id below those that it may use.
-        """
+    def scheduler_side(self) -> Side:
+        """The engine's scheduler, with the scheduler half of the same configuration."""
         self.config.scheduler_config.async_scheduling = self.rig.asynchronous
-        return Side(self.rig, self.role, index, self.config, self.kv_config_of_scheduler, first_block)
+        return Side(self.rig, self.role, 0, self.config, self.kv_config_of_scheduler, 0)
 
-    def set_handshake_metadata(self, side: Side, when: str = "") -> None:
-        """Give the scheduler half what the rank publishes. `when`: not at the start, in words."""
+    def set_handshake_metadata(self, side: Side) -> None:
+        """Give the scheduler half what the rank publishes."""
         hook, metadata = side.connector.set_xfer_handshake_metadata_pp_aware, self.handshake_metadata()
-        self.recorder.call(f"set_xfer_handshake_metadata{when}", hook, metadata)
+        self.recorder.call("set_xfer_handshake_metadata", hook, metadata)
 
     def start(self) -> Side:
         """The whole start, in vLLM's order. Returns the scheduler's side."""
@@ -175,25 +159,6 @@ class WorkerHalf:
         side = self.scheduler_side()
         self.set_handshake_metadata(side)
         return side
-
-    def sleep(self, side: Side) -> None:
-        """Reset the prefix cache, and with it the connector's (v1/engine/core.py: EngineCore.sleep), and
-        unregister the KV cache, twice (v1/worker/gpu_worker.py: Worker.sleep and Worker.discard).
-
-        Raises Violation if the connector does not reset its cache.
-        """
-        if not side.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True):
-            raise self.rig.violation("", "reset_cache returned False, so vLLM does not let the engine sleep")
-        for _ in range(2):
-            self.call_hook("unregister_kv_caches")
-
-    def wake_up(self, side: Side) -> None:
-        """Restore the KV cache and publish it anew, twice: vLLM wakes up the KV cache alone, and then all
-        (v1/worker/gpu_worker.py: Worker.wake_up; v1/engine/core.py: EngineCore.wake_up).
-        """
-        for _ in range(2):
-            self.call_hook("restore_kv_caches")
-            self.set_handshake_metadata(side, " after a sleep")
 
     # ---- after it ------------------------------------------------------------------------------------------
 
@@ -223,11 +188,3 @@ class WorkerHalf:
         """Let vLLM shut the worker half down, and forget it."""
         self.recorder.call("shutdown of the worker half", worker.shut_worker_half_down)
         self.active = self.connector = None
-
-
-def _timed(durations: list[float], hook: Any, *args: Any, **kwargs: Any) -> Any:
-    started, waited = time.perf_counter(), own_core_wait()
-    try:
-        return hook(*args, **kwargs)
-    finally:
-        durations.append(time.perf_counter() - started - (own_core_wait() - waited))

@@ -163,6 +163,12 @@ def _folder_of(geometry: Geometry) -> Path:
     return folder
 
 
+def be_data_parallel(parallel: Any, rank: int, size: int) -> None:
+    """Make a ParallelConfig that of one of several data-parallel ranks (EngineCoreProc.run_engine_core)."""
+    parallel.data_parallel_size, parallel.data_parallel_rank_local = size, 0
+    parallel.data_parallel_rank = parallel.data_parallel_index = rank
+
+
 def layout_names() -> list[str]:
     """Names of vLLM's KV cache layouts."""
     from vllm.v1.kv_cache_layout import KVCacheLayout

@@ -6,21 +6,16 @@ A process of the tier engine has one engine. So engines without a model start an
 from __future__ import annotations
 
 import re
-import uuid
 from collections import Counter
-from typing import Any
 
 from model_matrix import expand
 from pytest_kvconform.case_outcome import error_of
 from pytest_kvconform.result import Blocked, Cell, Evidence, Outcome
 from pytest_kvconform.rigs.bench import Bench
-from pytest_kvconform.rigs.processes.linux import threads
-from pytest_kvconform.rigs.scheduler.live.config import LiveSpec, live_config
-from pytest_kvconform.rigs.scheduler.live.pair import Live, RemoteEngine, start_engine, step_together
-from pytest_kvconform.rigs.scheduler.rig import Rig
+from pytest_kvconform.rigs.cluster.scripts.cluster import Cluster, Steps
 from pytest_kvconform.suite.interface import shutdown as interface
 from pytest_kvconform.suite.interface._cells import cell_of_once, each_memory
-from pytest_kvconform.suite.protocol.stress._live import decode, loaded, prefill, prompts_of, settle
+from pytest_kvconform.suite.protocol.stress._live import hand_over_and_check, prompts_of
 
 RULE = "KV-SHUTDOWN-001"
 PROMPTS = 3  # that each engine hands over
@@ -48,7 +43,7 @@ def of_engines(bench: Bench, role: str, names: tuple[str, ...]) -> tuple[str, ..
     for cell in _cells_like(bench.cell):
         if not left:
             break
-        end = bench.scheduler.answer(cell, threads_after_hand_overs, RULE, variant)
+        end = bench.scripts.answer(cell, threads_after_hand_overs, RULE, variant)
         if end.outcome is Outcome.HARNESS:
             raise error_of(end)
         if end.evidence is None:
@@ -77,57 +72,30 @@ def _cells_like(cell: Cell) -> list[Cell]:
     return list(dict.fromkeys([cell_of_once(), *sorted(like, key=lambda one: not each_memory(one))[:1]]))
 
 
-def threads_after_hand_overs(rig: Rig, role: str) -> Evidence:
+def threads_after_hand_overs(cluster: Cluster, role: str) -> Steps:
     """Name the threads that hand-overs leave once for a process, however many engines of this role start and
     end in it: `notes` has name without numbers -> how many; 0 if the last engine has left a new thread of
     this name.
 
     It is no case. The threads of a pool that the first load or save begins are of this kind.
     """
-    other = LiveSpec("D", engine=1) if role == "P" else LiveSpec("P")
-    peers = [] if rig.subject.is_store else [RemoteEngine(rig, other)]
+    yield from cluster.start()
+    engine = cluster.p if role == "P" else cluster.d
     earlier: dict[str, str] = {}  # id -> name of threads that engines before the last one have left
     new: dict[str, str] = {}  # of those that the last one has left
     engines = 0
-    try:
-        while engines < ENGINES and (engines < 2 or new):
-            engines += 1
-            earlier |= new
-            new = _left_by_hand_over(rig, role, engines, peers)
-    finally:
-        for peer in peers:
-            peer.end()
-    stay = Counter(earlier[one] for one in threads() if one in earlier)
+    while engines < ENGINES and (engines < 2 or new):
+        if engines:
+            yield from cluster.start_again(engine)
+        engines += 1
+        earlier |= new
+        # a step with several loads may begin more threads than one with a single load
+        lengths = PROMPTS * [2 * cluster.block(cluster.d) + 5]
+        yield from hand_over_and_check(cluster, prompts_of(cluster, lengths, first=PROMPTS * engines))
+        now, left = yield from engine.call("end_engine")
+        new = {one: _without_numbers(now[one]) for one in left}
+    stay = Counter(earlier[one] for one in now if one in earlier)
     return Evidence(looked_at=engines, unit="engines", notes={**stay, **dict.fromkeys(new.values(), 0)})
-
-
-def _left_by_hand_over(rig: Rig, role: str, number: int, peers: list[Any]) -> dict[str, str]:
-    """Start an engine of this process, hand prompts over, and end the engine.
-
-    Returns id -> name without numbers of the threads that this engine leaves. `peers`: the engine on the
-    other side; none: a store.
-    """
-    spec = LiveSpec(role if peers else "P", engine=int(bool(peers) and role == "D"), port=number)
-    config = live_config(rig, spec)
-    config.kv_transfer_config.engine_id = str(uuid.uuid4())  # each engine is another one for its peer
-    engine = start_engine(rig, spec, config)
-    step_together(engine, peers)
-    sides = {"P": engine, "D": engine} | {peer.spec.role: peer for peer in peers}
-    live = Live(rig, sides["P"], sides["D"])
-    # a step with several loads may begin more threads than one with a single load
-    lengths = PROMPTS * [2 * rig.host.spec.memory["D"].block + 5]
-    prompts = prompts_of(live, lengths, first=PROMPTS * number)
-    ids = decode(live, prompts, prefill(live, prompts))
-    settle(live, ids)
-    loaded(live, ids)
-    had = engine.half.threads
-    engine.close()
-    for peer in peers:
-        peer.peer = None
-    engine.side.scheduler.connector = engine.side.connector = None  # some threads end with it
-    del engine, sides, live
-    interface.once_nothing(rig, lambda: [one for one in threads() if one not in had])
-    return {one: _without_numbers(name) for one, name in threads().items() if one not in had}
 
 
 def _without_numbers(name: str) -> str:

@@ -12,8 +12,10 @@ from typing import TypeVar
 from model_matrix import load_geometries
 from model_matrix.geometries import SlidingWindow, State
 from pytest_kvconform.result import Cell, NotApplicable
-from pytest_kvconform.rigs.scheduler.leaks import integers, mentions, walk
-from pytest_kvconform.rigs.scheduler.live.endings import STATUS, Ending
+from pytest_kvconform.rigs.cluster.scripts.cluster import Cluster
+from pytest_kvconform.rigs.engine.objects import mentions, walk
+from pytest_kvconform.rigs.scheduler.leaks import integers
+from pytest_kvconform.rigs.scheduler.own_workers.memory import STATUS, Ending
 from pytest_kvconform.rigs.scheduler.rig import Rig, Side, Step
 
 Variant = TypeVar("Variant")
@@ -65,7 +67,7 @@ FEW = (
 )
 
 
-def needs_hand_over(rig: Rig) -> None:
+def needs_hand_over(rig: Rig | Cluster) -> None:
     """Raise NotApplicable for a store, which hands nothing from one engine to another."""
     if rig.subject.is_store:
         raise NotApplicable(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pytest_kvconform.case import case
 from pytest_kvconform.result import Cell, Evidence, HarnessError, NotApplicable
-from pytest_kvconform.rigs.scheduler.leaks import walk
-from pytest_kvconform.rigs.scheduler.live.endings import Ending
+from pytest_kvconform.rigs.engine.objects import walk
+from pytest_kvconform.rigs.scheduler.own_workers.memory import Ending
 from pytest_kvconform.rigs.scheduler.rig import Rig, Side
 from pytest_kvconform.suite.protocol._scenarios import (
     PROMPT,

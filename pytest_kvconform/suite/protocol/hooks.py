@@ -10,7 +10,7 @@ import itertools
 
 from pytest_kvconform.case import case
 from pytest_kvconform.result import Evidence, NotApplicable
-from pytest_kvconform.rigs.scheduler.live.endings import Ending
+from pytest_kvconform.rigs.scheduler.own_workers.memory import Ending
 from pytest_kvconform.rigs.scheduler.rig import Rig
 from pytest_kvconform.suite.protocol._scenarios import (
     PROMPT,

@@ -12,7 +12,7 @@ from pytest_kvconform.rigs.context import declared_amount
 from pytest_kvconform.rigs.engine.router import RENDEZVOUS
 from pytest_kvconform.rigs.scheduler.connector_class import REPORTS, classes_with
 from pytest_kvconform.rigs.scheduler.leaks import growing_memory, integers, leaks
-from pytest_kvconform.rigs.scheduler.live.endings import grow_with_bad_params
+from pytest_kvconform.rigs.scheduler.own_workers.memory import grow_with_bad_params
 from pytest_kvconform.rigs.scheduler.rig import Rig, Side
 from pytest_kvconform.rigs.scheduler.store_engine import end_in_worker
 from pytest_kvconform.suite.protocol._corrupted_params import CORRUPT_LISTS, CORRUPT_VALUES, corrupted
@@ -305,7 +305,7 @@ def _run_each(
         growing = growing_memory((side,), lambda: fate(side, next(every)), rig.subject.remembers)
         places = {place for _, place in growing}
         if places and classes_with(side, REPORTS):
-            places = grow_with_bad_params(rig, role, places, every)
+            places = set(grow_with_bad_params(rig, role, places, table.values()))
         wrong |= {growing[side, place]: list(table) for place in sorted(places)[:1]}
     if wrong:
         reported, fields = next(iter(wrong.items()))

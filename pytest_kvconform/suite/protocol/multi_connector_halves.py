@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from pytest_kvconform.case import case
-from pytest_kvconform.result import Cell, Evidence, NotApplicable
-from pytest_kvconform.rigs.scheduler.fake_connector import (
-    is_fake,
-    multi_connector_children,
-    with_fake_connector,
-)
-from pytest_kvconform.rigs.scheduler.live.config import LiveSpec
-from pytest_kvconform.rigs.scheduler.live.fake_loads import write_fake_loads
-from pytest_kvconform.rigs.scheduler.live.pair import live_engines
+from pytest_kvconform.result import Cell, Evidence, NotApplicable, Violation
+from pytest_kvconform.rigs.cluster.scripts.cluster import Cluster, Steps, Wanted
+from pytest_kvconform.rigs.cluster.scripts.failures import STOPS
+from pytest_kvconform.rigs.engine.handle import EngineFailed
+from pytest_kvconform.rigs.scheduler.fake_connector import is_fake, with_fake_connector
 from pytest_kvconform.rigs.scheduler.rig import Rig
-from pytest_kvconform.rigs.scheduler.violations import HookRaised, SchedulerStopped
+from pytest_kvconform.rigs.scheduler.violations import HookRaised
 from pytest_kvconform.rigs.scheduler.worker_half import WorkerHalf
 from pytest_kvconform.suite.interface.shutdown import once_nothing
-from pytest_kvconform.suite.protocol.stress._live import decode, loaded, plain, prefill, prompts_of, settle
+from pytest_kvconform.suite.protocol.stress._live import hand_over_and_check, plain, prompts_of
 
 # How the fake connector's load ends, and its place. After "recomputed" D is to compute the request.
 LOADS = (
@@ -40,118 +35,79 @@ KEPT = (
     "the connector keeps the blocks of the request that the fake connector loads, and vLLM's scheduler frees "
     "them with the first report of the two, and asserts on the second one"
 )
-REPORTS = ("finished_recving", "failed_recving")  # of KVConnectorTransferResults, about loads
 
 
 def _loads(cell: Cell, matrix: str) -> tuple[str, ...]:
     return LOADS if matrix != "quick" else LOADS[:4]
 
 
-@case("KV-MULTI-007", applies=plain, variants=_loads, rig="scheduler")
-def loads_of_another_connector_are_not_reported(rig: Rig, how: str) -> Evidence:
+@case("KV-MULTI-007", applies=plain, variants=_loads, rig="scheduler", script=True)
+def loads_of_another_connector_are_not_reported(cluster: Cluster, how: str) -> Steps:
     """The fake connector loads a request of D, and reports the load as loaded, as failed or by its blocks.
 
     The connector reports nothing about it, and loads the next request as it has loaded one before.
     """
     ends, _, where = how.partition("-")
     policy = "recompute" if ends == "recomputed" else "fail"
-    p = LiveSpec("P", fake=where, policy=policy)
-    d = LiveSpec("D", engine=1, port=1, fake=where, policy=policy)
-    with live_engines(rig, p, d) as live:
-        write_fake_loads(live.d)
-        reported = set[str]()
-        for engine in live.engines:
-            engine.do(_watch_reports, reported)
-        subject, _ = multi_connector_children(live.d.side)
-        _hand_over(live, 0)
-        theirs = _load_by_fake(live, 1, "failed" if ends == "recomputed" else ends, where)
-        try:
-            live.settle(lambda: live.d.ended([theirs]), "the request that the fake connector loads")
-            _require_own_reports(live, theirs, ends, reported)
-            return _hand_over(live, 2)
-        except SchedulerStopped:
-            if any(call.result[0] for call in subject.calls_of("request_finished", theirs)):
-                raise NotApplicable(KEPT) from None
-            raise
+    yield from cluster.start(*(Wanted(role, fake=where, policy=policy) for role in "PD"))
+    for engine in cluster.engines:
+        yield from engine.call("watch_reports", cluster.rule)
+    theirs, d = "", cluster.d
+    try:
+        yield from _hand_over(cluster, 0)
+        theirs = yield from _load_by_fake(cluster, 1, "failed" if ends == "recomputed" else ends, where)
+        waits_for = "the request that the fake connector loads"
+        yield from cluster.settle(lambda: cluster.ended(d, [theirs]), waits_for)
+        yield from _require_own_reports(cluster, theirs, ends)
+        return (yield from _hand_over(cluster, 2))
+    except EngineFailed as failed:
+        raise _stopped(cluster, failed, theirs) from None
 
 
-def _require_own_reports(live: Any, theirs: str, ends: str, reported: set[str]) -> None:
+def _stopped(cluster: Cluster, failed: EngineFailed, theirs: str) -> Exception:
+    """What the case raises whose engine has failed. `theirs`: the request that the fake connector loads."""
+    raised, d = cluster.ended_by(failed), cluster.d.handle
+    stopped = isinstance(raised, Violation) and raised.finding.rule == STOPS
+    if stopped and theirs and not (d.dead or d.asked) and d.trace(theirs).delayed_free:
+        return NotApplicable(KEPT)
+    return raised
+
+
+def _require_own_reports(cluster: Cluster, theirs: str, ends: str) -> Steps:
     """Raise Violation if the subject has reported the request that the fake connector loads."""
-    finish, what = live.d.finishes([theirs])[theirs], f"the fake connector reported its load as {ends}"
+    finish, what = cluster.finish(cluster.d, theirs), f"the fake connector reported its load as {ends}"
     if (finish == "error") != (ends in ("failed", "invalid")):
-        raise live.rig.violation(
+        raise cluster.violation(
             "",
             f"{what}, and {theirs} ended with {finish!r}",
             diagnosis="the connector reports a load that is another's",
         )
-    live.check()
-    if theirs in reported and ends != "recomputed":  # D may load it with the subject then
-        raise live.rig.violation("", f"{what}, and {live.rig.subject.connector} reported {theirs}, too")
+    yield from cluster.check()
+    for engine in cluster.engines:
+        reported = yield from engine.call("reported")
+        if theirs in reported and ends != "recomputed":  # D may load it with the subject then
+            raise cluster.violation("", f"{what}, and {cluster.subject.connector} reported {theirs}, too")
 
 
-def _hand_over(live: Any, owner: int) -> Evidence:
+def _hand_over(cluster: Cluster, owner: int) -> Steps:
     """Let P compute a prompt, and D load it with the subject."""
-    prompts = prompts_of(live, [3 * live.rig.host.spec.memory["D"].block + 5], owner)
-    ids = decode(live, prompts, prefill(live, prompts))
-    settle(live, ids, released=False)  # P may keep what the fake connector has loaded: see KV-HIT-001
-    return loaded(live, ids)
+    prompts = prompts_of(cluster, [3 * cluster.block(cluster.d) + 5], owner)
+    # P may keep what the fake connector has loaded: see KV-HIT-001
+    return (yield from hand_over_and_check(cluster, prompts, released=False))
 
 
-def _load_by_fake(live: Any, owner: int, ends: str, where: str) -> str:
+def _load_by_fake(cluster: Cluster, owner: int, ends: str, where: str) -> Steps:
     """Add a request to D that the fake connector loads. Returns its id.
 
     Before the subject, it wins over it: then P has computed the prompt, and hands it over.
     """
-    [fake] = [one for one in _children(live.d.side.connector) if is_fake(one)]
-    prompts = prompts_of(live, [3 * live.rig.host.spec.memory["D"].block + 5], owner)
-    ids = prefill(live, prompts) if where == "first" else {}
-    fake.loads, fake.ends = True, ends
+    d, prompts = cluster.d, prompts_of(cluster, [3 * cluster.block(cluster.d) + 5], owner)
+    prefills = (yield from cluster.prefill(prompts)) if where == "first" else {}
+    yield from d.call("load_by_fake", ends)
     if where == "first":
-        [id] = decode(live, prompts, ids)
+        [id] = yield from cluster.decode(prompts, prefills)
         return id
-    added: str = live.d.add(prompts[owner], owner, loads_from=live.p.spec.engine)
-    return added
-
-
-def _children(connector: Any) -> list[Any]:
-    """The two connectors inside MultiConnector."""
-    return list(connector.sub_connectors)
-
-
-def _watch_reports(engine: Any, found: set[str]) -> None:
-    """Add all requests to `found` that the subject's worker half reports from now on.
-
-    The engine's step raises Violation if MultiConnector cannot unite what it reports with other reports.
-    """
-    [subject] = [one for one in _children(engine.half.connector) if not is_fake(one)]
-    results, errors = subject.get_transfer_results, subject.get_block_ids_with_load_errors
-
-    def get_transfer_results(finished_req_ids: set[str]) -> Any:
-        answer = results(finished_req_ids)
-        for field in REPORTS:
-            _unite(engine.rig, f"get_transfer_results().{field}", getattr(answer, field), found.update)
-        return answer
-
-    def get_block_ids_with_load_errors() -> Any:
-        answer = errors()
-        _unite(engine.rig, "get_block_ids_with_load_errors()", answer, lambda found: set() | found)
-        return answer
-
-    subject.get_transfer_results = get_transfer_results
-    subject.get_block_ids_with_load_errors = get_block_ids_with_load_errors
-
-
-def _unite(rig: Rig, what: str, answer: Any, unite: Callable[[Any], Any]) -> None:
-    """Unite a report with others, as MultiConnector does. Raises Violation if that raises."""
-    try:
-        unite(answer)
-    except TypeError:
-        raise rig.violation(
-            "",
-            f"{what} is {str(answer)[:80]}, a {type(answer).__name__}, which MultiConnector cannot unite "
-            "with the set of another connector",
-            diagnosis="a hook of the worker half returns no set",
-        ) from None
+    return (yield from cluster.add(d, prompts[owner], owner))
 
 
 @case("KV-MULTI-008", applies=plain, variants=lambda cell, matrix: SHUTDOWNS, rig="scheduler")
@@ -168,7 +124,8 @@ def shutdown_ends_both_connectors(rig: Rig, how: str) -> Evidence:
         "scheduler": (side.connector, side.scheduler.shutdown),
     }
     for name, (multi, end) in halves.items():
-        [fake], [subject] = ([one for one in _children(multi) if is_fake(one) is it] for it in (True, False))
+        first, second = multi.sub_connectors
+        fake, subject = (first, second) if is_fake(first) else (second, first)
         fake.raises, ends = what == "raises", _watch_shutdown(subject)
         try:
             half.recorder.call(f"shutdown of the {name} half", end)

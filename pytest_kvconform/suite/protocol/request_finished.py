@@ -6,7 +6,7 @@ from pytest_kvconform.case import case
 from pytest_kvconform.result import Evidence, NotApplicable
 from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.scheduler.leaks import integers
-from pytest_kvconform.rigs.scheduler.live.endings import Ending, require_bounded_memory
+from pytest_kvconform.rigs.scheduler.own_workers.memory import Ending, require_bounded_memory
 from pytest_kvconform.rigs.scheduler.rig import Rig, Side
 from pytest_kvconform.rigs.scheduler.store_engine import start_engine_with_worker
 from pytest_kvconform.suite.protocol._scenarios import (

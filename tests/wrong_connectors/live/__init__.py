@@ -1,4 +1,4 @@
-"""Right and wrong connectors for the cases on live engines."""
+"""Right and wrong connectors for the cases that are scripts."""
 
 # ruff: noqa: F401, F403
 from tests.right_connectors.designs import LayerWise, Rendezvous

@@ -1,4 +1,4 @@
-"""P/D pairs for the cases on live engines: the reference connector with one mistake, or of another design."""
+"""P/D pairs for cases that are scripts: the reference connector with one mistake, or of another design."""
 
 from __future__ import annotations
 

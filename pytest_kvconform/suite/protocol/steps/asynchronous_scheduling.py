@@ -15,7 +15,7 @@ import msgspec
 
 from pytest_kvconform.case import case
 from pytest_kvconform.result import Cell, Evidence, NotApplicable, Violation
-from pytest_kvconform.rigs.scheduler.live.endings import Ending
+from pytest_kvconform.rigs.scheduler.own_workers.memory import Ending
 from pytest_kvconform.rigs.scheduler.rig import Rig, Side
 from pytest_kvconform.rigs.scheduler.store_engine import end_engine_with_worker, start_engine_with_worker
 from pytest_kvconform.suite.protocol._scenarios import (

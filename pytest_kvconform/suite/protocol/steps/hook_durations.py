@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-
 from pytest_kvconform.case import case
 from pytest_kvconform.result import Evidence
+from pytest_kvconform.rigs.history import Recorder
 from pytest_kvconform.rigs.scheduler.rig import Rig
 from pytest_kvconform.rigs.scheduler.store_engine import start_engine_with_worker
 from pytest_kvconform.rigs.vllm_setup.hooks import STEP_LOOP
@@ -23,24 +22,24 @@ def step_loop_hooks_return_at_once(rig: Rig, half: str) -> Evidence:
     A hook may take long once, and while it moves bytes. So its shortest call of many is judged, without the
     time in which it waited for a core.
     """
-    durations: dict[str, list[float]] = defaultdict(list)
-    side = start_engine_with_worker(rig, durations) if half == "worker" else rig.side("P")
+    recorder = Recorder("P0", rank=0, timed=STEP_LOOP)
+    side = start_engine_with_worker(rig, recorder) if half == "worker" else rig.side("P")
     for seed in range(REQUESTS):
         side.add(rig.prompt(side.block_size + 3, seed=seed), max_tokens=2)
         side.run(sent=half == "scheduler")
         side.run(lambda: not side.delayed_free_requests())
-    if half == "scheduler":
-        for call in side.calls:
-            durations[call.hook].append(call.seconds)
+    times = (recorder if half == "worker" else side.recorder).history().times
     judged = {
-        hook: min(taken) for hook, taken in durations.items() if hook in STEP_LOOP and len(taken) >= CALLS
+        hook: float(every[:, 1].min())
+        for hook, every in times.items()
+        if hook in STEP_LOOP and len(every) >= CALLS
     }
     slow = {hook: shortest for hook, shortest in judged.items() if shortest > SLOW_S}
     if slow:
         hook = max(slow, key=lambda name: slow[name])
         raise rig.violation(
             "",
-            f"{hook} took {1000 * slow[hook]:.0f} ms or more in each of {len(durations[hook])} calls without "
+            f"{hook} took {1000 * slow[hook]:.0f} ms or more in each of {len(times[hook])} calls without "
             "a transfer, and the engine waited for it",
             differs="; ".join(f"{name}: {1000 * seconds:.0f} ms or more" for name, seconds in slow.items()),
             diagnosis=f"{hook} waits for something in every step",

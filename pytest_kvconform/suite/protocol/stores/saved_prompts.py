@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pytest_kvconform.case import case
 from pytest_kvconform.result import Evidence, NotApplicable
+from pytest_kvconform.rigs.cluster.scripts.cluster import Cluster
 from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.scheduler.rig import Rig, Side
 from pytest_kvconform.rigs.scheduler.store_engine import start_engine_with_worker
@@ -15,7 +16,7 @@ TURNS = ("b-1", "b", "b+1", "2b-1", "2b", "2b+1", "3b+1")  # lengths of the prom
 SAVES_S = 2.0  # in which saves in the background may end
 
 
-def require_store(rig: Rig) -> None:
+def require_store(rig: Rig | Cluster) -> None:
     """Raise NotApplicable for a P/D pair: it loads what P keeps, and nothing that was saved."""
     if not rig.subject.is_store:
         raise NotApplicable(f"{rig.subject.connector} is no store: it loads what another engine keeps for it")

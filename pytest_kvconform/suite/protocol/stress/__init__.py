@@ -1,1 +1,1 @@
-"""Cases of tier "protocol" on live engines: what is difficult for a connector, with bytes at stake."""
+"""Cases of tier "protocol" that are scripts: what is difficult for a connector, with bytes at stake."""

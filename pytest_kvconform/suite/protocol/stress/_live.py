@@ -1,23 +1,21 @@
-"""Hand-overs between live engines, and the cells of cases on them."""
+"""The cells of cases on engines of the cluster, and how their requests end."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 from model_matrix import parse_topology
 from model_matrix.geometries import State, load_geometries
-from pytest_kvconform.result import Cell, Evidence, NotApplicable, Violation
-from pytest_kvconform.rigs.processes.cores import Deadline
-from pytest_kvconform.rigs.scheduler.violations import RELEASES
+from pytest_kvconform.result import Cell, Evidence, NotApplicable
+from pytest_kvconform.rigs.cluster.scripts.cluster import RELEASES, Cluster, Engine, Steps
 from pytest_kvconform.suite.protocol._scenarios import one_group
 
 Prompts = dict[int, tuple[int, ...]]  # owner -> prompt
 
 
 def plain(cell: Cell) -> bool:
-    """Whether this is the cell of full attention at one rank: a live engine has one rank."""
+    """Whether this is the cell of full attention at one rank: engines of scripts have one."""
     return parse_topology(cell.topology) == (1, 1) and one_group(cell) and cell.setup == "b16"
 
 
@@ -37,110 +35,43 @@ def with_states(cell: Cell) -> bool:
     return p == d and any(isinstance(kind, State) for kind in load_geometries()[cell.family].kinds.values())
 
 
-def prompts_of(live: Any, lengths: Iterable[int], first: int = 0) -> Prompts:
+def prompts_of(cluster: Cluster, lengths: Iterable[int], first: int = 0) -> Prompts:
     """Prompts of these lengths in tokens, owner -> prompt, the first of number `first`."""
-    return {owner: live.rig.prompt(length, seed=owner) for owner, length in enumerate(lengths, first)}
+    return {owner: cluster.prompt(length, seed=owner) for owner, length in enumerate(lengths, first)}
 
 
-def prefill(live: Any, prompts: Prompts, p: Any = None, **more: Any) -> dict[int, str]:
-    """Let P compute prompts. Returns owner -> id. The engine of a store has saved all of them then, and its
-    prefix cache is empty. `p`: another engine than P. `more`: of `LiveEngine.add`.
+def hand_over(cluster: Cluster, prompts: Prompts) -> Steps:
+    """Let P compute prompts, and add them to D. Returns D's ids."""
+    return (yield from cluster.decode(prompts, (yield from cluster.prefill(prompts))))
+
+
+def hand_over_and_check(cluster: Cluster, prompts: Prompts, released: bool = True, **more: Any) -> Steps:
+    """Hand prompts over, and check what D loads. Returns Evidence. `released`: see `settle`; `more`: of P's
+    requests.
     """
-    p = p or live.p
-    ids = {
-        owner: p.add(prompt, owner, live.rig.prefill_params() or None, **more)
-        for owner, prompt in prompts.items()
-    }
-    live.settle(lambda: p.ended(list(ids.values())), "prefills")
-    if live.store:
-        await_saves(live, p)
-    return ids
+    ids = yield from cluster.decode(prompts, (yield from cluster.prefill(prompts, **more)))
+    yield from settle(cluster, ids, released=released)
+    return (yield from loaded(cluster, ids))
 
 
-def await_saves(live: Any, p: Any) -> None:
-    """Step the engine of a store until its prompts are saved, and empty its prefix cache. The store may hold
-    blocks in vLLM's pool until its workers have saved them.
-    """
-    live.settle(p.is_idle, "saves")
-    keeps = bool(p.leaks())
-    for _ in live.rig.waits(Deadline(0.0 if live.keeps else live.rig.settle_s)):
-        if not keeps:
-            break
-        keeps = bool(p.leaks())  # looking takes a step
-    live.keeps = keeps
-    for _ in live.rig.waits(Deadline(live.rig.subject.save_delay)):
-        p.leaks()
-    p.evict_prefix_cache()
-
-
-def decode(
-    live: Any, prompts: Prompts, prefills: dict[int, str], p: Any = None, d: Any = None, **more: Any
-) -> list[str]:
-    """Add these prompts to D with what P handed over. Returns their ids. `p`, `d`: other engines."""
-    p, d = p or live.p, d or live.d
-    return [
-        d.add(
-            prompt,
-            owner,
-            None if live.store else p.params(prefills[owner]),
-            loads_from=p.spec.engine,
-            like=prefills[owner],
-            **more,
-        )
-        for owner, prompt in prompts.items()
-    ]
-
-
-@contextlib.contextmanager
-def abort_once_admitted(live: Any, ids: Iterable[str]) -> Iterator[None]:
-    """Abort each of these requests of D in the step in which it is admitted, for as long as the block lasts.
-
-    vLLM takes aborts between the step of the workers and update_from_output (EngineCore.step). So a load that
-    ends within that step is still under way for the scheduler half.
-    """
-    side, left = live.d.side, set(ids)
-    work = side.worker
-
-    def work_and_abort(output: Any) -> Any:
-        reported = work(output)
-        for id in [id for id in left if side.status(id) != "WAITING"]:
-            left.remove(id)
-            side.abort_in_next_step(id)
-        return reported
-
-    side.worker = work_and_abort
-    try:
-        yield
-    finally:
-        side.worker = work
-
-
-def settle(live: Any, ids: Iterable[str], d: Any = None, released: bool = True) -> None:
+def settle(cluster: Cluster, ids: Iterable[str], d: Engine | None = None, released: bool = True) -> Steps:
     """Step until these requests of D have ended, and with `released` until all engines are idle. Raises
     Violation of the case's rule if loaded KV is wrong, or if a request ended with an error.
     """
-    wanted, d = list(ids), d or live.d
-    live.settle(lambda: d.ended(wanted), "requests of D")
-    live.check()
-    if failed := [id for id, finish in d.finishes(wanted).items() if finish == "error"]:
-        raise live.rig.violation("", f"{failed[0]} ended with an error: the connector gave its load up")
+    wanted, d = list(ids), d or cluster.d
+    yield from cluster.settle(lambda: cluster.ended(d, wanted), "requests of D")
+    yield from cluster.check()
+    if failed := [id for id in wanted if cluster.finish(d, id) == "error"]:
+        raise cluster.violation("", f"{failed[0]} ended with an error: the connector gave its load up")
     if released:
-        live.settle(lambda: all(engine.is_idle() for engine in live.engines), RELEASES)
+        yield from cluster.settle(lambda: all(look.idle for look in cluster.looks.values()), RELEASES)
 
 
-def loaded(live: Any, ids: Iterable[str], d: Any = None) -> Evidence:
-    """Check what was loaded. Raises NotApplicable if nothing was loaded."""
+def loaded(cluster: Cluster, ids: Iterable[str], d: Engine | None = None) -> Steps:
+    """Check what was loaded. Returns Evidence. Raises NotApplicable if nothing was loaded."""
     ids = list(ids)
-    compared, announced = live.check(), (d or live.d).announced(ids)
+    compared = yield from cluster.check()
+    announced = yield from cluster.announced(d or cluster.d, ids)
     if not sum(announced.values()):
-        raise NotApplicable(
-            f"{live.rig.subject.connector} loaded nothing of {len(ids)} prompts", refused=True
-        )
+        raise NotApplicable(f"{cluster.subject.connector} loaded nothing of {len(ids)} prompts", refused=True)
     return Evidence(looked_at=max(1, compared), unit="tokens", external_tokens=sum(announced.values()))
-
-
-def declined(error: Violation, what: str) -> Exception:
-    """NotApplicable if the connector declined to start engines that do this, otherwise the violation."""
-    if error.finding.declined:
-        return NotApplicable(f"it declines {what}: {error.finding.declined}", refused=True)
-    return error

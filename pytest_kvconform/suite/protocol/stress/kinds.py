@@ -6,7 +6,7 @@ from msgspec import structs
 
 from pytest_kvconform.case import case
 from pytest_kvconform.result import Cell, Evidence, Violation
-from pytest_kvconform.rigs.scheduler.live.pair import live_engines
+from pytest_kvconform.rigs.cluster.scripts.cluster import Cluster, Steps
 from pytest_kvconform.rigs.scheduler.rig import Rig
 from pytest_kvconform.suite.protocol._scenarios import (
     PROMPT,
@@ -16,14 +16,7 @@ from pytest_kvconform.suite.protocol._scenarios import (
     token_count,
 )
 from pytest_kvconform.suite.protocol.stores.saved_prompts import require_store
-from pytest_kvconform.suite.protocol.stress._live import (
-    decode,
-    in_full,
-    plain,
-    prefill,
-    prompts_of,
-    settle,
-)
+from pytest_kvconform.suite.protocol.stress._live import in_full, plain, prompts_of, settle
 
 
 @case("KV-KIND-001", variants=first_in_quick("embeds", "pooling", "lora"), rig="scheduler")
@@ -56,30 +49,32 @@ def _ways(cell: Cell, matrix: str) -> tuple[str, ...]:
     return () if matrix == "quick" else ("saved", "handed_over")
 
 
-@case("KV-KIND-002", applies=plain, variants=_ways, rig="scheduler")
-def loads_belong_to_their_own_embeddings(rig: Rig, way: str) -> Evidence:
+@case("KV-KIND-002", applies=plain, variants=_ways, rig="scheduler", script=True)
+def loads_belong_to_their_own_embeddings(cluster: Cluster, way: str) -> Steps:
     """Prompts of embeddings have no token ids, and those of one length look alike. D loads, if it loads at
     all, the KV of its own prompt.
     """
     require = require_store if way == "saved" else needs_hand_over
-    require(rig)
-    with live_engines(rig) as live:
-        block = rig.host.spec.memory["P"].block
-        prompts = prompts_of(live, [3 * block + 5] * 3)
-        ids = prefill(live, prompts, kind="embeds")
-        found = decode(live, prompts, ids, kind="embeds")
-        live.settle(lambda: live.d.ended(found), "requests of D")
-        return Evidence(looked_at=len(found), unit="requests", external_tokens=live.check())
+    require(cluster)
+    found = yield from _load_embeddings(cluster)
+    yield from cluster.settle(lambda: cluster.ended(cluster.d, found), "requests of D")
+    compared = yield from cluster.check()
+    return Evidence(looked_at=len(found), unit="requests", external_tokens=compared)
 
 
-@case("KV-BLOCKS-001", applies=plain, variants=in_full, rig="scheduler")
-def blocks_of_embeddings_are_freed(rig: Rig, _: None) -> Evidence:
+@case("KV-BLOCKS-001", applies=plain, variants=in_full, rig="scheduler", script=True)
+def blocks_of_embeddings_are_freed(cluster: Cluster, _: None) -> Steps:
     """P frees the blocks of prompts of embeddings once D has ended them, whether D loads them or computes
     them itself.
     """
-    with live_engines(rig) as live:
-        block = rig.host.spec.memory["P"].block
-        prompts = prompts_of(live, [3 * block + 5] * 3)
-        found = decode(live, prompts, prefill(live, prompts, kind="embeds"), kind="embeds")
-        settle(live, found)
-        return Evidence(looked_at=len(found), unit="requests")
+    found = yield from _load_embeddings(cluster)
+    yield from settle(cluster, found)
+    return Evidence(looked_at=len(found), unit="requests")
+
+
+def _load_embeddings(cluster: Cluster) -> Steps:
+    """Let P compute prompts of embeddings, and add them to D. Returns D's ids."""
+    yield from cluster.start()
+    prompts = prompts_of(cluster, [3 * cluster.block(cluster.p) + 5] * 3)
+    ids = yield from cluster.prefill(prompts, embeds=True)
+    return (yield from cluster.decode(prompts, ids, embeds=True))

@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from pytest_kvconform.case import case
 from pytest_kvconform.result import Evidence
-from pytest_kvconform.rigs.scheduler.live.config import LiveSpec, read_with_help
-from pytest_kvconform.rigs.scheduler.live.pair import live_engines
-from pytest_kvconform.rigs.scheduler.live.sizes import SHARE, growth
-from pytest_kvconform.rigs.scheduler.rig import Rig
-from pytest_kvconform.rigs.scheduler.violations import RELEASES
+from pytest_kvconform.rigs.cluster.scripts.cluster import RELEASES, Cluster, Steps, Wanted
+from pytest_kvconform.rigs.engine.sizes import SHARE, growth
 from pytest_kvconform.suite.protocol.stress._live import (
     Prompts,
-    abort_once_admitted,
-    decode,
+    hand_over,
     in_full,
     loaded,
     plain,
-    prefill,
     prompts_of,
     settle,
 )
@@ -33,87 +27,88 @@ ALONE_S = 0.5  # in which P does not step beside a step of D; a connector may lo
 LATER_S = 86_400.0  # a connector may forget requests after some time
 
 
-def _prompts(live: Any, count: int) -> Prompts:
+def _prompts(cluster: Cluster, count: int) -> Prompts:
     """Prompts of two blocks."""
-    return prompts_of(live, [live.rig.host.spec.memory["D"].block + 5] * count)
+    return prompts_of(cluster, [cluster.block(cluster.d) + 5] * count)
 
 
-@case("KV-MANY-001", applies=plain, variants=in_full, rig="scheduler")
-def many_loads_in_flight_arrive(rig: Rig, variant: None) -> Evidence:
+@case("KV-MANY-001", applies=plain, variants=in_full, rig="scheduler", script=True)
+def many_loads_in_flight_arrive(cluster: Cluster, variant: None) -> Steps:
     """Many loads begin in one step of D, and each brings the KV of its own prompt."""
-    with live_engines(rig) as live:
-        prompts = _prompts(live, AT_ONCE)
-        ids = decode(live, prompts, prefill(live, prompts))
-        live.d.step()
-        settle(live, ids)
-        evidence = loaded(live, ids)
-        for engine in live.engines:
-            if left := engine.leaks():
-                raise rig.violation(
-                    "KV-FINISH-003", f"after {AT_ONCE} loads at once, on {engine.name()} {left[0]}"
-                )
-        return evidence
+    yield from cluster.start()
+    ids = yield from hand_over(cluster, _prompts(cluster, AT_ONCE))
+    yield from cluster.step(cluster.d)
+    yield from settle(cluster, ids)
+    evidence = yield from loaded(cluster, ids)
+    for engine in cluster.engines:
+        if left := (yield from cluster.left(engine)):
+            happened = f"after {AT_ONCE} loads at once, on {engine.name} {left}"
+            raise cluster.violation("KV-FINISH-003", happened)
+    return evidence
 
 
-@case("KV-MANY-002", applies=plain, rig="scheduler")
-def memory_of_both_halves_is_bounded(rig: Rig, variant: None) -> Evidence:
+@case("KV-MANY-002", applies=plain, rig="scheduler", script=True)
+def memory_of_both_halves_is_bounded(cluster: Cluster, variant: None) -> Steps:
     """Over hundreds of requests no container of either half grows with their number, nor do the open files.
 
     The same prompts come again and again: what a store keeps of them does not grow either. P takes no step
     while D's requests are aborted, and on a CPU NIXL reads with its help.
     """
-    read_with_help()
-    with live_engines(rig, LiveSpec("P", blocks=P_BLOCKS)) as live:
+    yield from cluster.start(Wanted("P", blocks=P_BLOCKS, needs_help=True), Wanted("D", needs_help=True))
 
-        def grown() -> list[tuple[str, str]]:
-            """Name of an engine and sentence about its connector, of those that have grown."""
-            every = zip(live.engines, before, after, strict=True)
-            found = ((engine.name(), growth(early, late, number)) for engine, early, late in every)
-            return [(name, sentence) for name, sentence in found if sentence]
+    def grown() -> list[tuple[str, str]]:
+        """Name of an engine and sentence about its connector, of those that have grown."""
+        every = zip(cluster.engines, before, after, strict=True)
+        found = ((engine.name, growth(early, late, number)) for engine, early, late in every)
+        return [(name, sentence) for name, sentence in found if sentence]
 
-        prompts = _prompts(live, ROUND)
-        before = _after(live, prompts, ROUNDS)
-        after, number = _after(live, prompts, ROUNDS), ROUND * ROUNDS
-        if grown():
-            if (
-                declared := rig.subject.remembers
-            ):  # filled first, also where only some requests are remembered
-                before = _after(live, _prompts(live, AT_ONCE), math.ceil(declared / SHARE / AT_ONCE))
-                number = 0
-            number += AT_ONCE * MORE
-            after = _after(live, _prompts(live, AT_ONCE), MORE)
-        if grown():
-            for engine in live.engines:
-                engine.set_clock_ahead(LATER_S, monotonic=True)
-            after = _after(live, dict(list(prompts.items())[:2]), 1)
-        for name, sentence in grown():
-            raise rig.violation("", f"after {number} more requests, {name}: {sentence}")
-        return Evidence(looked_at=2 * ROUND * ROUNDS, unit="requests", notes={"places": sum(map(len, after))})
+    prompts = _prompts(cluster, ROUND)
+    before = yield from _after(cluster, prompts, ROUNDS)
+    after, number = (yield from _after(cluster, prompts, ROUNDS)), ROUND * ROUNDS
+    if grown():
+        # what is declared is filled first, also where only some requests are remembered
+        if declared := cluster.subject.remembers:
+            rounds = math.ceil(declared / SHARE / AT_ONCE)
+            before = yield from _after(cluster, _prompts(cluster, AT_ONCE), rounds)
+            number = 0
+        number += AT_ONCE * MORE
+        after = yield from _after(cluster, _prompts(cluster, AT_ONCE), MORE)
+    if grown():
+        for engine in cluster.engines:
+            yield from engine.call("set_clock_ahead", LATER_S, True)
+        after = yield from _after(cluster, dict(list(prompts.items())[:2]), 1)
+    for name, sentence in grown():
+        raise cluster.violation("", f"after {number} more requests, {name}: {sentence}")
+    return Evidence(looked_at=2 * ROUND * ROUNDS, unit="requests", notes={"places": sum(map(len, after))})
 
 
-def _after(live: Any, prompts: Prompts, rounds: int) -> list[dict[str, int]]:
+def _after(cluster: Cluster, prompts: Prompts, rounds: int) -> Steps:
     """What the connector remembers on each engine after so many rounds."""
     for _ in range(rounds):
-        _round(live, prompts)
-    return [engine.sizes() for engine in live.engines]
+        yield from _round(cluster, prompts)
+    sizes = []
+    for engine in cluster.engines:
+        sizes.append((yield from engine.call("sizes")))
+    return sizes
 
 
-def _round(live: Any, prompts: Prompts) -> None:
-    """Hand all prompts over at once; half of many are aborted while they load. Then the harness forgets them.
+def _round(cluster: Cluster, prompts: Prompts) -> Steps:
+    """Hand all prompts over at once; half of many are aborted while they load.
 
     P may keep the blocks of aborted ones until a lease ends: that is judged by other cases.
     """
-    prefills = prefill(live, prompts)
-    live.d.evict_prefix_cache()  # so that D loads all of each prompt in every round
-    ids = decode(live, prompts, prefills)
+    p, d = cluster.p, cluster.d
+    prefills = yield from cluster.prefill(prompts)
+    yield from d.call("evict_prefix_cache")  # so that D loads all of each prompt in every round
+    ids = yield from cluster.decode(prompts, prefills)
     aborted = len(ids) // 2 if len(ids) >= ROUND else 0
-    live.aborted |= set(list(prefills.values())[:aborted])
-    with abort_once_admitted(live, ids[:aborted]):
-        if aborted:  # D's workers hear of the aborts while they load
-            live.d.step(2, alone_s=live.rig.scaled_seconds(ALONE_S))
-        live.settle(lambda: live.d.ended(ids) and not live.d.kept(), "requests of D")
-    live.settle(lambda: live.p.kept() <= live.aborted, RELEASES)
-    live.check()
-    for engine in live.engines:
-        engine.step()
-        engine.forget()
+    cluster.aborted |= set(list(prefills.values())[:aborted])
+    yield from d.call("abort_once_admitted", tuple(ids[:aborted]))
+    if aborted:  # D's workers hear of the aborts while they load
+        yield from cluster.step(d, 2, alone_s=cluster.context.scaled_seconds(ALONE_S))
+    yield from cluster.settle(lambda: cluster.ended(d, ids) and not cluster.looks[d].kept, "requests of D")
+    yield from d.call("abort_once_admitted", ())
+    yield from cluster.settle(lambda: cluster.looks[p].kept <= cluster.aborted, RELEASES)
+    yield from cluster.check()
+    for engine in cluster.engines:
+        yield from cluster.step(engine)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from pytest_kvconform.case import case
-from pytest_kvconform.result import Blocked, Evidence, NotApplicable, Violation
-from pytest_kvconform.rigs.scheduler.live.pair import live_engines
-from pytest_kvconform.rigs.scheduler.rig import Rig
-from pytest_kvconform.suite.protocol.stress._live import decode, loaded, plain, prefill, prompts_of, settle
+from pytest_kvconform.result import Blocked, NotApplicable, Violation
+from pytest_kvconform.rigs.cluster.scripts.cluster import Cluster, Steps
+from pytest_kvconform.rigs.engine.handle import EngineFailed
+from pytest_kvconform.suite.protocol.stress._live import hand_over_and_check, plain, prompts_of
 
 # What a client may send, first an id that has nothing unusual.
 CHOSEN = (
@@ -21,27 +21,24 @@ CHOSEN = (
 )
 
 
-@case("KV-IDS-001", applies=plain, rig="scheduler")
-def any_request_id_is_handed_over(rig: Rig, variant: None) -> Evidence:
+@case("KV-IDS-001", applies=plain, rig="scheduler", script=True)
+def any_request_id_is_handed_over(cluster: Cluster, variant: None) -> Steps:
     """Requests with unusual ids are loaded by D one after the other, and P frees their blocks."""
-    with live_engines(rig) as live:
-        block = rig.host.spec.memory["D"].block
-        ids: list[str] = []
-        for number, chosen in enumerate(CHOSEN):
-            prompts = prompts_of(live, [2 * block + 5], first=number)
-            try:
-                ids += decode(live, prompts, prefill(live, prompts, name=f"cmpl-{chosen}-0"))
-                settle(live, ids[-1:])
-                evidence = loaded(live, ids[-1:])
-            except (Violation, NotApplicable) as broken:
-                if not number:
-                    if isinstance(broken, NotApplicable):
-                        raise
-                    raise Blocked(f"a request with the id {chosen!r} fails, too: {broken}") from None
-                happened = broken.finding.happened if isinstance(broken, Violation) else str(broken)
-                raise rig.violation(
-                    "",
-                    f"with the id {chosen[:40]!r}, {len(chosen)} characters: {happened}",
-                    diagnosis="the connector cuts a request id apart, or has no room for it",
-                ) from None
-        return evidence
+    yield from cluster.start()
+    for number, chosen in enumerate(CHOSEN):
+        prompts = prompts_of(cluster, [2 * cluster.block(cluster.d) + 5], first=number)
+        try:
+            evidence = yield from hand_over_and_check(cluster, prompts, name=f"cmpl-{chosen}-0")
+        except (Violation, NotApplicable, EngineFailed) as raised:
+            broken = cluster.ended_by(raised)
+            if not number:
+                if isinstance(broken, NotApplicable):
+                    raise broken from None
+                raise Blocked(f"a request with the id {chosen!r} fails, too: {broken}") from None
+            happened = broken.finding.happened if isinstance(broken, Violation) else str(broken)
+            raise cluster.violation(
+                "",
+                f"with the id {chosen[:40]!r}, {len(chosen)} characters: {happened}",
+                diagnosis="the connector cuts a request id apart, or has no room for it",
+            ) from None
+    return evidence

@@ -3,59 +3,41 @@
 from __future__ import annotations
 
 from pytest_kvconform.case import case
-from pytest_kvconform.result import Evidence, Violation
-from pytest_kvconform.rigs.scheduler.live.config import LiveSpec
-from pytest_kvconform.rigs.scheduler.live.pair import live_engines
-from pytest_kvconform.rigs.scheduler.rig import Rig
+from pytest_kvconform.rigs.cluster.scripts.cluster import Cluster, Steps, Wanted
 from pytest_kvconform.suite.protocol._scenarios import needs_hand_over
-from pytest_kvconform.suite.protocol.stress._live import (
-    declined,
-    decode,
-    in_full,
-    loaded,
-    plain,
-    prefill,
-    prompts_of,
-    settle,
-)
+from pytest_kvconform.suite.protocol.stress._live import in_full, loaded, plain, prompts_of, settle
 
 
-@case("KV-BOTH-001", applies=plain, rig="scheduler")
-def two_engines_hand_over_both_ways(rig: Rig, variant: None) -> Evidence:
+@case("KV-BOTH-001", applies=plain, rig="scheduler", script=True)
+def two_engines_hand_over_both_ways(cluster: Cluster, variant: None) -> Steps:
     """Both engines are kv_both. Each computes prompts for the other one, and loads at the same time."""
-    needs_hand_over(rig)
-    one, two = LiveSpec("P", both=True), LiveSpec("D", engine=1, port=1, both=True)
-    try:
-        with live_engines(rig, one, two) as live:
-            block = rig.host.spec.memory["P"].block
-            there = prompts_of(live, [3 * block + 5] * 3)
-            back = prompts_of(live, [2 * block + 7] * 3, first=3)
-            first, second = prefill(live, there), prefill(live, back, live.d)
-            to_d = decode(live, there, first)
-            to_p = decode(live, back, second, live.d, live.p)
-            settle(live, to_d)
-            settle(live, to_p, live.p)
-            loaded(live, to_p, live.p)
-            return loaded(live, to_d)
-    except Violation as error:
-        raise declined(error, "kv_both") from None
+    needs_hand_over(cluster)
+    yield from cluster.start(Wanted("P", both=True), Wanted("D", both=True), may_decline="kv_both")
+    p, d, block = cluster.p, cluster.d, cluster.block(cluster.p)
+    there, back = prompts_of(cluster, [3 * block + 5] * 3), prompts_of(cluster, [2 * block + 7] * 3, first=3)
+    first = yield from cluster.prefill(there)
+    second = yield from cluster.prefill(back, d)
+    to_d = yield from cluster.decode(there, first)
+    to_p = yield from cluster.decode(back, second, d, p)
+    yield from settle(cluster, to_d)
+    yield from settle(cluster, to_p, p)
+    yield from loaded(cluster, to_p, p)
+    return (yield from loaded(cluster, to_d))
 
 
-@case("KV-DP-001", applies=plain, variants=in_full, rig="scheduler")
-def data_parallel_ranks_are_told_apart(rig: Rig, variant: None) -> Evidence:
+@case("KV-DP-001", applies=plain, variants=in_full, rig="scheduler", script=True)
+def data_parallel_ranks_are_told_apart(cluster: Cluster, variant: None) -> Steps:
     """P has two data-parallel ranks, with one configuration and one port. D loads from each of them."""
-    needs_hand_over(rig)
-    ranks = [LiveSpec("P", data_parallel_rank=rank, data_parallel_size=2) for rank in range(2)]
-    try:
-        with live_engines(rig, ranks[0], None, ranks[1]) as live:
-            block = rig.host.spec.memory["P"].block
-            prompts = prompts_of(live, [3 * block + 5] * 4)
-            even = {owner: prompt for owner, prompt in prompts.items() if owner % 2 == 0}
-            odd = {owner: prompt for owner, prompt in prompts.items() if owner % 2}
-            other = live.others[0]
-            first, second = prefill(live, even), prefill(live, odd, other)
-            found = [*decode(live, even, first), *decode(live, odd, second, other)]
-            settle(live, found)
-            return loaded(live, found)
-    except Violation as error:
-        raise declined(error, "data-parallel ranks") from None
+    needs_hand_over(cluster)
+    ranks = [Wanted("P", data_parallel=(rank, 2)) for rank in range(2)]
+    yield from cluster.start(ranks[0], Wanted("D"), ranks[1], may_decline="data-parallel ranks")
+    prompts = prompts_of(cluster, [3 * cluster.block(cluster.p) + 5] * 4)
+    even = {owner: prompt for owner, prompt in prompts.items() if owner % 2 == 0}
+    odd = {owner: prompt for owner, prompt in prompts.items() if owner % 2}
+    [other] = cluster.others
+    first = yield from cluster.prefill(even)
+    second = yield from cluster.prefill(odd, other)
+    found = yield from cluster.decode(even, first)
+    found += yield from cluster.decode(odd, second, other)
+    yield from settle(cluster, found)
+    return (yield from loaded(cluster, found))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pytest_kvconform.case import case
 from pytest_kvconform.result import Cell, Evidence, NotApplicable
+from pytest_kvconform.rigs.cluster.scripts.cluster import Cluster, Steps
 from pytest_kvconform.rigs.scheduler.connector_class import call_class_hook
-from pytest_kvconform.rigs.scheduler.live.pair import live_engines
 from pytest_kvconform.rigs.scheduler.rig import Rig
 from pytest_kvconform.suite.interface.capabilities import truth
-from pytest_kvconform.suite.protocol.stress._live import decode, loaded, plain, prefill, prompts_of, settle
+from pytest_kvconform.suite.protocol.stress._live import hand_over_and_check, plain, prompts_of
 
 SUPPORTS = "supports_sleep_mode"
 
@@ -25,28 +25,29 @@ def engines(cell: Cell, matrix: str) -> tuple[str, ...]:
     return ("P", "D")
 
 
-@case("KV-SLEEP-002", applies=plain, variants=engines, rig="scheduler")
-def kv_arrives_after_a_sleep(rig: Rig, which: str) -> Evidence:
+@case("KV-SLEEP-002", applies=plain, variants=engines, rig="scheduler", script=True)
+def kv_arrives_after_a_sleep(cluster: Cluster, which: str) -> Steps:
     """P hands over to D before and after one of them has slept.
 
     Hooks that vLLM calls idempotent are called twice.
     """
-    if not all(_supports(rig, role) for role in "PD"):
-        raise NotApplicable(f"{rig.subject.connector} does not support sleep mode: {SUPPORTS} returned False")
-    if which == "D" and rig.subject.is_store:
+    if which == "D" and cluster.subject.is_store:
         raise NotApplicable("P and D of a store are one engine, which sleeps in the other case")
-    with live_engines(rig) as live:
-        block = rig.host.spec.memory["D"].block
-        for first in (0, 2):
-            prompts = prompts_of(live, [3 * block + 5] * 2, first)
-            ids = decode(live, prompts, prefill(live, prompts))
-            settle(live, ids)
-            evidence = loaded(live, ids)
-            if not first:
-                engine = live.p if which == "P" else live.d
-                engine.sleep()
-                engine.wake_up()
-        return evidence
+    yield from cluster.start()
+    for engine in cluster.engines:
+        if not (yield from engine.call("supports_sleep_mode")):
+            name = cluster.subject.connector
+            raise NotApplicable(f"{name} does not support sleep mode: {SUPPORTS} returned False")
+    for first in (0, 2):
+        prompts = prompts_of(cluster, [3 * cluster.block(cluster.d) + 5] * 2, first)
+        evidence = yield from hand_over_and_check(cluster, prompts)
+        if not first:
+            engine = cluster.p if which == "P" else cluster.d
+            if not (yield from engine.call("sleep")):
+                happened = "reset_cache returned False, so vLLM does not let the engine sleep"
+                raise cluster.violation("", happened)
+            yield from engine.call("wake_up")
+    return evidence
 
 
 def _supports(rig: Rig, role: str) -> bool:

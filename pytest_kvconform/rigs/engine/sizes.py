@@ -8,34 +8,28 @@ from collections import Counter, deque
 from typing import Any
 
 from pytest_kvconform.result import Blocked
-from pytest_kvconform.rigs.scheduler.leaks import DEEP, MANY, attributes, has_limit, is_not_ours
+from pytest_kvconform.rigs.engine.objects import DEEP, MANY, attributes, has_limit, is_not_ours, state_of
 
 SHARE = 0.4  # a container that grows by so many things a request grows with all requests, or half of them
 CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 HOLDS_NOTHING = (str, bytes, int, float, type(None))
 
 
-def sizes_of(halves: dict[str, dict[str, Any]]) -> dict[str, int]:
-    """`container_sizes` of the halves of a connector, by "half: place", without what vLLM gave them."""
-    given = ("_vllm_config", "_kv_transfer_config", "_kv_cache_config", "_kv_cache_manager")
-    return {
-        f"{half}: {place}": size
-        for half, state in halves.items()
-        for place, size in container_sizes(
-            {name: value for name, value in state.items() if name not in given}
-        ).items()
-    }
-
-
-def sizes_of_process() -> dict[str, int]:
-    """How many files this process has open: Linux limits them, and a step that gets no more raises. Those of
-    /proc are left out: the harness has some for threads.
+def sizes_of(halves: dict[str, Any]) -> dict[str, int]:
+    """`container_sizes` of the halves of a connector in this process, by "half: place", and how many files
+    the process has open: Linux limits them, and a step that gets no more raises. Those of /proc are left out:
+    the harness has some for threads.
     """
-    found = 0
+    files = 0
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # that of the folder is closed again
-            found += not os.readlink(f"/proc/self/fd/{name}").startswith("/proc/")
-    return {"process: table of open files": found}
+            files += not os.readlink(f"/proc/self/fd/{name}").startswith("/proc/")
+    found = {
+        f"{half}: {place}": size
+        for half, connector in halves.items()
+        for place, size in container_sizes(state_of(connector)).items()
+    }
+    return found | {"process: table of open files": files}
 
 
 def container_sizes(state: dict[str, Any], most: int = MANY) -> dict[str, int]:

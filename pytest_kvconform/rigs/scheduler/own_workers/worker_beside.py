@@ -16,6 +16,7 @@ import contextlib
 import functools
 import itertools
 import os
+import signal
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,12 +27,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from model_matrix.variants import few_layers
 from pytest_kvconform.case_outcome import CaseEnd, end_of, error_of
-from pytest_kvconform.result import HarnessError
+from pytest_kvconform.result import HarnessError, ProcessKilled
 from pytest_kvconform.rigs.bytes import pool_memory
+from pytest_kvconform.rigs.cluster.scripts.failures import DIES
+from pytest_kvconform.rigs.engine.clocks import set_ahead
+from pytest_kvconform.rigs.processes.cores import Deadline
 from pytest_kvconform.rigs.processes.linux import die_with_parent
+from pytest_kvconform.rigs.processes.zygote import GONE_S, has_ended
 from pytest_kvconform.rigs.scheduler.leaks import LATER_S
-from pytest_kvconform.rigs.scheduler.live import ends
-from pytest_kvconform.rigs.scheduler.live.clocks import set_ahead
 from pytest_kvconform.rigs.scheduler.worker_half import WorkerHalf
 from pytest_kvconform.rigs.vllm_setup.worker import shut_worker_half_down
 
@@ -128,7 +131,7 @@ def _start_workers(rig: Rig, line: Connection) -> None:
     workers: list[tuple[int, Connection]] = []
     while (question := line.recv()) is not None:
         if question[0] == ENDED:
-            line.send(end_of(ends.end(rig, *question[1:])))
+            line.send(end_of(_ended(rig, *question[1:])))
             continue
         ours, theirs = Pipe()
         if (pid := os.fork()) == 0:
@@ -141,7 +144,7 @@ def _start_workers(rig: Rig, line: Connection) -> None:
         try:
             answer = ours.recv()
         except EOFError:
-            answer = end_of(ends.end(rig, pid, half, f"{half} ended its process at the start"))
+            answer = end_of(_ended(rig, pid, half, f"{half} ended its process at the start"))
         if isinstance(answer, CaseEnd):
             line.send(answer)
         else:
@@ -206,3 +209,16 @@ def _started(
         caches = half.allocate_kv_caches()
     half.register_kv_caches(caches)
     return half, functools.partial(step_of_worker, half, caches)
+
+
+def _ended(rig: Rig, pid: int, what: str, sentence: str) -> Exception:
+    """The exception for a child of this process that has ended, with this sentence.
+
+    ProcessKilled if something outside the run has killed it, as Linux does for want of memory, else
+    Violation. `what`: the process, as the subject of a sentence.
+    """
+    if has_ended(pid, Deadline(GONE_S, (pid,))):
+        ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if ended is not None and ended.si_code == os.CLD_KILLED and ended.si_status == signal.SIGKILL:
+            return ProcessKilled(what, pid)
+    return rig.violation(DIES, sentence)

@@ -20,7 +20,7 @@ from model_matrix.variants import few_layers
 from pytest_kvconform.case_outcome import CaseEnd, error_of
 from pytest_kvconform.result import NotApplicable
 from pytest_kvconform.rigs.processes.cores import Deadline
-from pytest_kvconform.rigs.scheduler.live.worker_beside import DAY, Worker
+from pytest_kvconform.rigs.scheduler.own_workers.worker_beside import DAY, Worker
 from pytest_kvconform.rigs.scheduler.rig import Rig, Side
 from pytest_kvconform.rigs.scheduler.steps import WorkerReport
 from pytest_kvconform.rigs.scheduler.store_engine import slots_of

@@ -8,44 +8,41 @@ step_with_batch_queue). vLLM copies nothing meanwhile.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from pytest_kvconform.result import repr_of
+from pytest_kvconform.result import Finding, Violation, repr_of
 
-if TYPE_CHECKING:
-    from pytest_kvconform.rigs.scheduler.rig import Rig
-
-FIELDS = ("finished_sending", "finished_recving", "failed_recving", "invalid_block_ids")  # KVConnectorOutput
 RULE = "KV-ASYNC-001"
+USES_ON = (
+    "the worker half goes on using a set that it has returned. With a step in flight vLLM reads it after the "
+    "next step"
+)
+FIELDS = ("finished_sending", "finished_recving", "failed_recving", "invalid_block_ids")  # KVConnectorOutput
 
 
 class Reports:
     """The reports of one worker half, step by step."""
 
-    def __init__(self, rig: Rig):
-        self._rig = rig
+    def __init__(self) -> None:
         self._last: list[tuple[str, Any, frozenset[Any]]] = []  # field, what was returned, what was in it
 
-    def checked(self, output: Any) -> Any:
-        """Keep what a step reports, and return it with copies of the sets: the scheduler half may change them
-        in update_connector_output. Raises Violation if the worker half has changed the report before.
+    def note(self, output: Any) -> None:
+        """Note what a step reports, and put copies in the place of its sets: the scheduler half may change
+        them in update_connector_output. Raises Violation if the worker half has changed the report before.
         """
         for field, found, before in self._last:
             if set(found) != before:
-                raise self._rig.violation(
-                    RULE,
+                happened = (
                     f"a step reported {_words(before)} in {field}, and in the next step this set became "
-                    f"{_words(found)}",
-                    diagnosis="the worker half goes on using a set that it has returned. With a step in "
-                    "flight vLLM reads it after the next step",
+                    f"{_words(found)}"
                 )
+                raise Violation(Finding(rule=RULE, happened=happened, diagnosis=USES_ON))
         self._last = []
         for field in FIELDS:
             found = getattr(output, field, None)
             if found and isinstance(found, set | frozenset):  # vLLM's scheduler judges what is none
                 self._last.append((field, found, frozenset(found)))
                 setattr(output, field, set(found))
-        return output
 
 
 def _words(names: Iterable[Any]) -> str:
