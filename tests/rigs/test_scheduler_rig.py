@@ -14,10 +14,10 @@ from pytest_kvconform.case_outcome import CaseEnd
 from pytest_kvconform.result import Blocked, Cell, Outcome
 from pytest_kvconform.rigs.bench import Bench, Benches
 from pytest_kvconform.rigs.cluster.scripts.failures import NOT_SHOWN
+from pytest_kvconform.rigs.engine.stopped import SchedulerStopped
 from pytest_kvconform.rigs.processes.hangs import LEFT_OUT_S
 from pytest_kvconform.rigs.scheduler import rig as rig_module
 from pytest_kvconform.rigs.scheduler.rig import Rig
-from pytest_kvconform.rigs.scheduler.violations import SchedulerStopped
 from pytest_kvconform.settings import Settings
 from pytest_kvconform.subject import resolve
 from pytest_kvconform.suite.interface.shutdown import shutdown_twice_is_harmless

@@ -21,6 +21,7 @@ from pytest_kvconform.rigs.engine.objects import mentions, named, state_of
 from pytest_kvconform.rigs.engine.process import EngineProcess
 from pytest_kvconform.rigs.engine.reports import Reports
 from pytest_kvconform.rigs.engine.sizes import sizes_of
+from pytest_kvconform.rigs.engine.stopped import SchedulerStopped, is_of_an_object
 from pytest_kvconform.rigs.processes.linux import threads
 from pytest_kvconform.rigs.tap import around
 
@@ -57,6 +58,10 @@ class OnDemand(EngineProcess):
             scheduler.has_requests = lambda: True  # EngineCore.step asks
         try:
             step = super().step(0.0)
+        except Exception as error:
+            if is_of_an_object(error):
+                raise SchedulerStopped(self.spec.role, error) from error
+            raise
         finally:
             vars(scheduler).pop("has_requests", None)
             if self.taker:

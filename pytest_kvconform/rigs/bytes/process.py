@@ -72,7 +72,7 @@ class ByteEngineProcess(OnDemand):
         self.overwriter = Overwriter(self)
         self.replaying = False
         if spec.few:
-            self.recorder_class = CheckingRecorder
+            self.recorder_class, self.log_stats = CheckingRecorder, True
         super().__init__(spec)
         self.statistics_path.watch(self.scheduler)
         # group whose content a block has

@@ -8,6 +8,7 @@
 | `objects` | what the objects of a connector hold, and which requests they name |
 | `sizes` | what grows with the number of requests: containers of both halves, and open files |
 | `answers` | what holds for every answer of a hook of the scheduler half |
+| `stopped` | the finding if vLLM's scheduler stops at what the connector answered |
 | `reports` | what a worker half reports must stay as it is until the scheduler has read it |
 | `clocks` | the clocks of a process, which a case may set |
 | `model_engine` | `ModelEngineProcess`: an engine with a checkpoint, its snapshots, the oracle's writes |

@@ -82,6 +82,7 @@ class EngineProcess:
     most_calls = MOST_CALLS  # of hooks that each half of the connector keeps
     timed: tuple[str, ...] = ()  # hooks of the worker half whose durations are kept
     recorder_class = Recorder  # of the scheduler half
+    log_stats = False  # whether vLLM's scheduler makes statistics of each step
 
     def __init__(self, spec: Any):
         os.environ.update(spec.environment)
@@ -91,7 +92,7 @@ class EngineProcess:
         self.spec, self.config = spec, self._configure(spec)
         self.order = random.Random(spec.role)
         self.before, self.is_shut_down = ends.note_environment(), False
-        self.core = EngineCore(self.config, Executor.get_class(self.config), log_stats=False)
+        self.core = EngineCore(self.config, Executor.get_class(self.config), log_stats=self.log_stats)
         self.scheduler: Any = self.core.scheduler
         self.manager = self.scheduler.kv_cache_manager
         self.kv_config = self.manager.kv_cache_config

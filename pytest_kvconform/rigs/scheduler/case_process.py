@@ -15,11 +15,12 @@ from msgspec.structs import replace
 
 from pytest_kvconform.case_outcome import end_of, run_case, with_calls
 from pytest_kvconform.result import Blocked, HarnessError, message_of
+from pytest_kvconform.rigs.engine.stopped import SchedulerStopped
 from pytest_kvconform.rigs.hook_calls import take_all
 from pytest_kvconform.rigs.missing import what_is_missing
 from pytest_kvconform.rigs.processes.linux import die_with_parent, write_stack_at_death
 from pytest_kvconform.rigs.scheduler.rig import Rig
-from pytest_kvconform.rigs.scheduler.violations import START_HOOKS, HookRaised, SchedulerStopped
+from pytest_kvconform.rigs.scheduler.violations import START_HOOKS, HookRaised
 from pytest_kvconform.rigs.vllm_setup.worker import has_worker_half, shut_worker_half_down
 
 if TYPE_CHECKING:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_kvconform.result import HarnessError, NotApplicable, Violation
 from pytest_kvconform.rigs.engine.router import transfer_id_of
+from pytest_kvconform.rigs.engine.stopped import SchedulerStopped
 from pytest_kvconform.rigs.scheduler.connector_class import require_standard_reports
 from pytest_kvconform.rigs.scheduler.leaks import leaks, told_ends, untold_ends
 from pytest_kvconform.rigs.scheduler.side_state import SideState
@@ -23,7 +24,7 @@ from pytest_kvconform.rigs.scheduler.steps import (
     rank_output,
     watch_allocations,
 )
-from pytest_kvconform.rigs.scheduler.violations import SchedulerStopped, is_of_suite
+from pytest_kvconform.rigs.scheduler.violations import is_of_suite
 
 if TYPE_CHECKING:
     from pytest_kvconform.rigs.scheduler.rig import Rig

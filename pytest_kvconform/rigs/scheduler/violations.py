@@ -10,12 +10,11 @@ from pathlib import Path
 from pytest_kvconform.case_outcome import CaseEnd
 from pytest_kvconform.result import Finding, Violation, first_line, message_of
 from pytest_kvconform.rigs.cluster.control import shows_connector
-from pytest_kvconform.rigs.cluster.scripts.failures import ASSERTED, RAISES, RULES_OF_HOOKS, STOPS
+from pytest_kvconform.rigs.cluster.scripts.failures import RAISES, RULES_OF_HOOKS
 from pytest_kvconform.rigs.context import SubjectFacts
 from pytest_kvconform.rigs.processes.hangs import RunningHook
 from pytest_kvconform.rigs.processes.logs import text_since
 from pytest_kvconform.rigs.processes.stacks import is_hook, last_stacks, place_of_del
-from pytest_kvconform.rigs.vllm_setup.answers import hook_of
 from pytest_kvconform.rigs.vllm_setup.hooks import IN_STACKS
 
 # Hooks of an engine's start. One that raises with a message keeps the engine from
@@ -47,43 +46,11 @@ class HookRaised(Violation):
         super().__init__(finding)
 
 
-class SchedulerStopped(Violation):
-    """vLLM's scheduler raised `error`, by itself or since an object of the connector did that it called.
-
-    `side`: name of the side; `last`: the connector's last answer, as text.
-    """
-
-    def __init__(self, side: str, error: BaseException, last: str):
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        text = first_line(error, 160) or frame.line
-        where = f"{frame.filename.rpartition('/')[2]}:{frame.lineno} in {frame.name}"
-        kind, called = type(error).__name__, _called_object(error)
-        likely = ASSERTED.get(frame.line or "", "") if isinstance(error, AssertionError) else ""
-        if called:
-            last, likely = f", when it called {called}", f"{called} raises {kind}"
-        happened = f"vLLM's scheduler of {side} stopped with {kind}: {text} ({where}){last}"
-        super().__init__(Finding(rule=STOPS, happened=happened, diagnosis=likely))
-
-
 def is_of_suite(error: BaseException) -> bool:
     """Whether code of this project raised an exception, or called what did; vLLM has, if it is in between."""
     files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
     ours = (file.startswith(_OURS) for file in reversed(files) if file.startswith(_OURS) or _VLLM in file)
     return next(ours, True)
-
-
-def _called_object(error: BaseException) -> str:
-    """The method of an object of the connector that vLLM called, and that raised, in words; "": none."""
-    step, called = error.__traceback__, None
-    while step is not None:
-        called = None if _VLLM in step.tb_frame.f_code.co_filename else called or step.tb_frame
-        step = step.tb_next
-    owner = called and called.f_locals.get("self")
-    if called is None or owner is None:
-        return ""
-    hook = hook_of(owner)
-    of = f" that {hook} has returned" if hook else ""
-    return f"{called.f_code.co_name} of the {type(owner).__name__}{of}"
 
 
 def waited_in_vain(end: CaseEnd, own_reports: bool) -> bool:

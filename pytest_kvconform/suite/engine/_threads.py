@@ -50,9 +50,9 @@ def of_engines(bench: Bench, role: str, names: tuple[str, ...]) -> tuple[str, ..
             why = why or (end.finding.happened if end.finding else end.reason)
             continue
         # a pool may have more threads here than there, so their numbers are not compared
-        begun = {name: end.evidence.notes.get(_without_numbers(name)) for name in left}
-        leaks += [name for name, number in begun.items() if number == 0]
-        left = [name for name in left if begun[name] is None]
+        begun = [(name, end.evidence.notes.get(_without_numbers(name))) for name in left]
+        leaks += [name for name, number in begun if number == 0]
+        left = [name for name, number in begun if number is None]
     if left and not leaks:
         which = f"after shutdown {role} still has threads ({', '.join(left[:4])})"
         why = why or "no engine without a model begins such threads"

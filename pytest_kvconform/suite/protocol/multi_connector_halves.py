@@ -7,8 +7,8 @@ from typing import Any
 from pytest_kvconform.case import case
 from pytest_kvconform.result import Cell, Evidence, NotApplicable, Violation
 from pytest_kvconform.rigs.cluster.scripts.cluster import Cluster, Steps, Wanted
-from pytest_kvconform.rigs.cluster.scripts.failures import STOPS
 from pytest_kvconform.rigs.engine.handle import EngineFailed
+from pytest_kvconform.rigs.engine.stopped import STOPS
 from pytest_kvconform.rigs.scheduler.fake_connector import is_fake, with_fake_connector
 from pytest_kvconform.rigs.scheduler.rig import Rig
 from pytest_kvconform.rigs.scheduler.violations import HookRaised

@@ -18,21 +18,16 @@ from pytest_kvconform.rigs.cluster.control import shows_connector
 from pytest_kvconform.rigs.cluster.pairs import note_missing
 from pytest_kvconform.rigs.context import RunContext
 from pytest_kvconform.rigs.engine.handle import EngineFailed
+from pytest_kvconform.rigs.engine.stopped import ASSERTED, STOPS
 from pytest_kvconform.rigs.processes.stacks import Frame, is_hook
 from pytest_kvconform.rigs.vllm_setup.hooks import IN_STACKS
 from pytest_kvconform.rigs.vllm_setup.kv_cache_specs import NO_STATES, unified_in_vain
 
-# Rules that are broken whatever the case is about: a hook raises, its process dies
-# or hangs, vLLM's scheduler stops.
-RAISES, DIES, STOPS = "KV-HOOK-001", "KV-HOOK-002", "KV-HOOK-003"
+# Rules that are broken whatever the case is about: a hook raises, its process dies or hangs.
+RAISES, DIES = "KV-HOOK-001", "KV-HOOK-002"
 # Hooks with a rule of their own.
 RULES_OF_HOOKS = {"update_connector_output": "KV-LOAD-003", "reset_cache": "KV-LOAD-007"}
 NOT_SHOWN = ": no code of the connector is in its stack, so nobody knows whose fault that is"  # of a hang
-# A line of vLLM's scheduler that asserts something -> what the connector did most likely.
-ASSERTED = {
-    "assert req_id in self.requests": "the workers report a request that vLLM has freed: each request is "
-    "reported once, and an aborted load as received or as sent, not as both"
-}
 _OURS = str(Path(__file__).parents[3])
 TEXT = 200  # characters of a message
 
