@@ -89,6 +89,10 @@ def _count_of_rank(worker: Any) -> Counter[str]:
     return counted
 
 
+def _forget_calls(worker: Any) -> None:
+    worker.recorder.calls.clear()
+
+
 class CountingProcess(byte_process.ByteEngineProcess):
     """A byte engine that counts."""
 
@@ -105,9 +109,11 @@ class CountingProcess(byte_process.ByteEngineProcess):
         Open files are without the sockets that NIXL leaves over TCP, one of each peer that was dead when it
         was met (docs/findings.md).
         """
-        for notes in (self.traces, self.requests, self.local_hits):  # the rig's own
+        for notes in (self.traces, self.requests, self.recorder.local_hits):  # the rig's own
             for request in notes.keys() - self.scheduler.requests.keys():
                 del notes[request]
+        self.recorder.calls.clear()
+        self._workers(_forget_calls)
         self.tables.clear()
         self.statistics_path.trace()
         gc.collect()

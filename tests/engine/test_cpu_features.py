@@ -30,7 +30,7 @@ def library(features: tuple[str, ...]) -> str:
     return "_C" if "avx512_bf16" in features else "_C_AVX512"
 
 
-@pytest.mark.parametrize("hidden", map(night, FEWER.values()), ids=FEWER)
+@pytest.mark.parametrize("hidden", [*map(night, FEWER.values())], ids=FEWER)
 def test_every_family_conforms_without(hidden: str, command: Run) -> None:
     run = command(
         "reference_connector:ReferenceConnector",

@@ -105,6 +105,7 @@ def test_threads_that_no_engine_without_a_model_begins_are_not_judged() -> None:
         cell=Cell("llama", "P1D1"),
         subject=SimpleNamespace(is_store=False),
         scheduler=SimpleNamespace(answer=lambda *_: end),
+        scripts=SimpleNamespace(answer=lambda *_: end),
     )
     with pytest.raises(Blocked, match=r"threads \(b\), .* no engine without a model begins such threads"):
         of_engines(bench, "P", ("b",))

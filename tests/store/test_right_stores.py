@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from pytest_kvconform.result import Cell
+from pytest_kvconform.rigs.cluster.scripts.bench import ScriptBench
 from pytest_kvconform.rigs.context import RunContext
 from pytest_kvconform.rigs.scheduler.bench import SchedulerBench
 from tests.helpers.case_runner import CaseRunner, CellRun
@@ -150,8 +151,8 @@ def test_real_workers_of_a_case_save_what_its_second_run_must_not_find(
     """A case about asynchronous scheduling runs its requests step by step first."""
     before = SchedulerBench.__init__
 
-    def with_real_workers(self: SchedulerBench, context: RunContext) -> None:
-        before(self, context)
+    def with_real_workers(self: SchedulerBench, context: RunContext, scripts: ScriptBench) -> None:
+        before(self, context, scripts)
         self._own_reports = Everywhere()
 
     monkeypatch.setattr(SchedulerBench, "__init__", with_real_workers)

@@ -305,11 +305,11 @@ SAVED = [Right("SavesInBackground", variants="n17 n55 reused two_at_once preempt
 
 ONCE = "each_rank_reports_once"
 REPORTS = [  # what the scheduler half makes of a report
-    Wrong(name, {ONCE: says}, rules="KV-RANK-001", scale=0.3)
-    for name, says in (
-        ("EndsWhatIsOrdered", "of D loaded wrong bytes"),
-        ("ForgetsSends", "rank 0 of P never named request .*, nor did update_connector_output"),
-        ("TakesOutLoads", "the ranks of D named request .* and update_connector_output took it out"),
+    Wrong(name, {ONCE: says}, rules="KV-RANK-001", scale=0.3, night=night)
+    for name, says, night in (
+        ("EndsWhatIsOrdered", "of D loaded wrong bytes", False),
+        ("ForgetsSends", "rank 0 of P never named request .*, nor did update_connector_output", True),
+        ("TakesOutLoads", "the ranks of D named request .* and update_connector_output took it out", True),
     )
 ]
 FAILED_ONCE = "failed_load_is_reported_once"
