@@ -6,7 +6,6 @@ arguments and of the answer. The last calls are kept as texts as well, for the t
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 import time
@@ -180,9 +179,10 @@ class Recorder:
         self, name: str, args: tuple[Any, ...], arguments: dict[str, Any], result: Any, took: float
     ) -> Any:
         """Keep a call that says something. Returns the answer that vLLM gets."""
-        answer = None
-        with contextlib.suppress(Exception):  # vLLM finds an answer that it cannot use
+        try:
             answer = ANSWERS[name](result, args) if name in ANSWERS else None
+        except Exception:  # vLLM itself raises at an answer that it cannot use
+            return result
         if says_something(arguments) or says_something(answer):
             self.calls.append(call := Call(name, request_of(args), self.step, arguments, answer, took))
             if listener := self.listeners.get(name):

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from pytest_kvconform.case_outcome import MOST_CALLS
-from pytest_kvconform.rigs.history import Recorder
+from pytest_kvconform.rigs.history import Call, Recorder
 from pytest_kvconform.rigs.hook_calls import MOST_CHARACTERS, NEAR, LastCalls, raised, short
+from pytest_kvconform.rigs.vllm_setup.hooks import ERRORS, RECVING, UPDATE
 
 
 @dataclass
@@ -83,6 +86,66 @@ def test_no_more_than_the_last_records_are_kept() -> None:
         last.note(0.0, "save_kv_layer", (), str(number))
     taken = last.take()
     assert (len(taken), taken[0].answer, taken[0].rank) == (MOST_CALLS, "5", 1)
+
+
+class OddHalf:
+    """Answers that vLLM cannot use."""
+
+    def get_num_new_matched_tokens(self, request: Any, computed: int) -> int:
+        return 7
+
+    def update_connector_output(self, output: Any) -> None:
+        output.finished_recving = 5
+
+    def request_finished(self, request: Any, blocks: list[int]) -> tuple[bool, None]:
+        return True, None
+
+
+def test_an_answer_that_vllm_cannot_use_is_passed_on() -> None:
+    half, recorder, told = OddHalf(), Recorder("D"), list[Call]()
+    recorder.watch(half)
+    recorder.listeners = dict.fromkeys(
+        ("get_num_new_matched_tokens", UPDATE, "request_finished"), told.append
+    )
+    request = SimpleNamespace(request_id="r-1", num_tokens=9, status=SimpleNamespace(name="FINISHED_STOPPED"))
+    assert half.get_num_new_matched_tokens(request, 3) == 7  # type: ignore[arg-type]
+    output = SimpleNamespace(finished_sending=None, finished_recving={"r-1"}, failed_recving=set())
+    half.update_connector_output(output)
+    assert half.request_finished(request, [4]) == (True, None)
+    assert (output.finished_recving, recorder.local_hits) == (5, {"r-1": 3})
+    [read, ended] = told == recorder.calls and told
+    assert (read.arguments[RECVING], read.result[RECVING]) == (("r-1",), ())
+    assert (ended.arguments, ended.result) == (
+        {"blocks": ((4,),), "status": "FINISHED_STOPPED"},
+        (True, False),
+    )
+
+
+class Rank:
+    def bind_connector_metadata(self, metadata: Any) -> None: ...
+
+    def wait_for_layer_load(self, name: str) -> None: ...
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return set()
+
+
+def test_steps_and_polls_are_counted_from_an_earlier_look_on() -> None:
+    rank, recorder = Rank(), Recorder("D", rank=1)
+    recorder.watch(rank)
+
+    def steps(layers: Sequence[str]) -> None:
+        rank.bind_connector_metadata(None)
+        for name in layers:
+            rank.wait_for_layer_load(name)
+        rank.get_block_ids_with_load_errors()
+
+    steps(["a", "b"])
+    before = recorder.history()
+    for layers in ([], ["a", "b"], []):
+        steps(layers)
+    since = recorder.history().since(before)
+    assert (since.idle_steps, since.counts[ERRORS], since.calls, since.rank) == (2, 3, (), 1)
 
 
 class Half:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from collections import Counter
 from collections.abc import Iterator
 
 from pytest_kvconform.plan import load_module, module_names
 from tests.helpers.case_runner import OF_VLLM
-from tests.helpers.wrong import Theme, Wrong, case_of
+from tests.helpers.wrong import Record, Theme, Wrong, case_of
 from tests.wrong_connectors import right_designs, table
 
 MODULES = [
@@ -17,6 +18,16 @@ MODULES = [
 THEMES: tuple[Theme, ...] = tuple(theme for module in (*MODULES, right_designs) for theme in module.THEMES)
 
 
+def _with_ids() -> Iterator[tuple[str, Theme, Record]]:
+    """Every record with the id of its test. The second one of several with one name ends in "-2"."""
+    seen = Counter[str]()
+    for theme in THEMES:
+        for record in theme.records:
+            seen[name := f"{theme.name}-{record}"] += 1
+            yield f"{name}-{seen[name]}" if seen[name] > 1 else name, theme, record
+
+
+RECORDS = list(_with_ids())
 # "<tier>/<module>::<case>" -> its rule
 RULES = {f"{module}::{case.name}": case.rule for module in module_names() for case in load_module(module)[1]}
 

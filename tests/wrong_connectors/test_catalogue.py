@@ -14,14 +14,10 @@ from tests.helpers import rings
 from tests.helpers.case_runner import CaseRunner
 from tests.helpers.fixtures import ROOT, importable_from, must_be_installed, no_process_is_left
 from tests.helpers.wrong import Record, Theme
-from tests.wrong_connectors.catalogue import THEMES
+from tests.wrong_connectors.catalogue import RECORDS
 from tests.wrong_connectors.judging import deviations, run_record
 
-RECORDS = [
-    pytest.param(theme, theme, record, id=f"{theme.name}-{record}")
-    for theme in THEMES
-    for record in theme.records
-]
+PARAMS = [pytest.param(theme, theme, record, id=name) for name, theme, record in RECORDS]
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +30,7 @@ def runner(request: pytest.FixtureRequest) -> Iterator[CaseRunner]:
     assert runner.close() == []
 
 
-@pytest.mark.parametrize(("runner", "theme", "record"), RECORDS, indirect=["runner"])
+@pytest.mark.parametrize(("runner", "theme", "record"), PARAMS, indirect=["runner"])
 def test_a_connector_is_judged_as_its_record_says(
     runner: CaseRunner,
     theme: Theme,

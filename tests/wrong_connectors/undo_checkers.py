@@ -23,7 +23,7 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from tests.helpers.fixtures import ROOT
-from tests.wrong_connectors.catalogue import RULES, THEMES, found_by
+from tests.wrong_connectors.catalogue import RECORDS, RULES, THEMES, found_by
 from tests.wrong_connectors.elsewhere import PROVED_BY
 
 LIMIT_S = 900.0  # for one test
@@ -43,16 +43,19 @@ def undone(source: str, name: str) -> str:
 
 def proofs() -> dict[str, str]:
     """Case -> the test that fails without it, the cheapest first: as pytest names it."""
-    found = dict(PROVED_BY)
+    found, names = dict(PROVED_BY), {id(record): name for name, _, record in RECORDS}
     for theme in sorted(THEMES, key=lambda theme: not theme.first):
         for record, cases in sorted(found_by(theme), key=lambda one: one[0].night):
             for case in cases:
-                found.setdefault(case, f"{CATALOGUE}[{theme.name}-{record}]")
+                found.setdefault(case, f"{CATALOGUE}[{names[id(record)]}]")
     return {case: found[case] for case in RULES if case in found}
 
 
 def run(checkout: Path, case: str, test: str) -> tuple[bool, str]:
-    """Whether a test fails in a checkout without a case, and the first line that says why."""
+    """Whether a test fails in a checkout without a case, and the first line that says why.
+
+    Raises LookupError if there is no such test.
+    """
     module, _, name = case.partition("::")
     file = checkout / "pytest_kvconform" / "suite" / f"{module}.py"
     before = file.read_text(encoding="utf-8")
@@ -70,6 +73,8 @@ def run(checkout: Path, case: str, test: str) -> tuple[bool, str]:
         )
     finally:
         file.write_text(before, encoding="utf-8")
+    if done.returncode not in (0, 1):
+        raise LookupError(f"pytest ended with {done.returncode} for {test}: {done.stderr or done.stdout}")
     said = [line.removeprefix("E").strip() for line in done.stdout.splitlines() if line.startswith("E ")]
     return done.returncode == 1, (said or done.stdout.strip().splitlines()[-1:] or [""])[0][:160]
 

@@ -319,7 +319,7 @@ class EngineProcess:
 
     def _note_answer(self, call: Call) -> None:
         trace = self.traces.get(call.request)
-        if trace is None or call.result is None:
+        if trace is None:
             return
         if call.hook in FINISHED:
             trace.delayed_free, trace.handed_over = call.result

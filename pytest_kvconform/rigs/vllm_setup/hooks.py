@@ -1,4 +1,4 @@
-"""The hooks of vLLM's KV connector interface as data: whose it is, how vLLM calls it, what is kept of a call.
+"""The hooks of vLLM's KV connector interface as data: vLLM's call of each, and what is kept of a call.
 
 The interface is KVConnectorBase_V1 and SupportsHMA (distributed/kv_transfer/kv_connector/v1/base.py). The
 calls were read in v1/core/sched/scheduler.py, v1/engine/core.py, v1/worker/gpu/kv_connector.py,
@@ -124,9 +124,10 @@ RECORDED = tuple(hook.name for hook in HOOKS if hook.recorded)
 SENDING, RECVING, FAILED_RECVING = REPORTED = ("finished_sending", "finished_recving", "failed_recving")
 
 
-def _names(ids: Iterable[Any] | None) -> tuple[str, ...]:
-    """Names in an order, as plain texts: they go to another process."""
-    return tuple(sorted(str(one) if isinstance(one, str) else repr_of(one) for one in ids or ()))
+def _names(ids: Any) -> tuple[str, ...]:
+    """Names in an order, as plain texts: they go to another process. vLLM judges what has none."""
+    found = ids if isinstance(ids, Iterable) else ()
+    return tuple(sorted(str(one) if isinstance(one, str) else repr_of(one) for one in found))
 
 
 def _reported(output: Any) -> dict[str, tuple[str, ...]]:
